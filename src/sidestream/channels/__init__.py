@@ -1,0 +1,7 @@
+"""Channels: a latent state beside the token stream. torch only; works in any hand-written loop."""
+
+from sidestream.channels.film import FiLM, modulate
+from sidestream.channels.goal import GoalChannel, GoalConfig, GoalEncoder, GoalTracker, mean_pool
+from sidestream.channels.state import LatentState
+
+__all__ = ["FiLM", "GoalChannel", "GoalConfig", "GoalEncoder", "GoalTracker", "LatentState", "mean_pool", "modulate"]

@@ -1,0 +1,30 @@
+"""Looking into states: what the decoder holds where the answer is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from sklearn.manifold import TSNE
+from sklearn.metrics import silhouette_score
+
+from sidestream.channels import LatentState
+from sidestream.lm.decode import last_states
+from sidestream.tasks.treasure import TreasureProblem
+
+
+def treasure_states(
+    model: Any, problems: Sequence[TreasureProblem], *, window: int, goals: LatentState | None = None
+) -> np.ndarray:
+    """(N, D) last-layer states at the trigger's last token, from which the answer's first token is predicted."""
+    rows = [problem.forced_ids[-window:] for problem in problems]
+    return last_states(model, rows, goal=goals).float().cpu().numpy()
+
+
+def project(states: np.ndarray, labels: Sequence[str], *, seed: int, perplexity: float = 20.0) -> dict[str, Any]:
+    """t-SNE of the states, with the silhouette of the labels in the original space (1 tight clusters, <= 0 mixed)."""
+    perplexity = min(perplexity, (len(states) - 1) / 3)
+    xy = TSNE(perplexity=perplexity, random_state=seed, init="pca").fit_transform(states)
+    silhouette = float(silhouette_score(states, list(labels))) if 1 < len(set(labels)) < len(labels) else 0.0
+    return {"xy": [[round(float(v), 3) for v in row] for row in xy], "label": list(labels), "silhouette": silhouette}

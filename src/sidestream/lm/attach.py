@@ -1,0 +1,449 @@
+"""Attach channels to a Hugging Face causal LM by hooks, and take them off again without a trace.
+
+One forward pass: `AttachedLM.forward` turns the goal into a state. Without a cache it computes the FiLM terms and calls
+the wrapped model. With a `LatentCache`, which is also how `generate` calls, the hook `_before_forward` computes them from
+the state on the cache. Either way `_film_hook` applies them at each block's MLP input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sidestream.channels import GoalChannel, GoalConfig, LatentState
+from sidestream.lm.blocks import film_sites, learned_positions, takes, text_config
+from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, chunks, feed_for, positions_of
+from sidestream.lm.reading import goal_ids, read
+from sidestream.lm.terms import (
+    InForce,
+    check_checkpointing,
+    disable_checkpointing,
+    enable_checkpointing,
+    film_hook,
+    lift,
+    put_in_force,
+)
+
+Goal = LatentState | Tensor | Sequence[Sequence[int]] | Sequence[str] | str
+
+
+class AttachedLM(nn.Module):
+    """A causal LM with a goal channel. Made by `sidestream.attach`.
+
+    `model(...)` and `model.generate(...)` take what the wrapped model takes, and `goal=`. Without a goal the wrapped
+    model's logits come out exactly.
+
+    Attributes:
+        lm: the wrapped model, hooked, otherwise untouched: its state-dict keys do not change.
+        channel: the `GoalChannel`, the only new weights.
+        encoder: E_base, the frozen causal LM that reads goals; None means `lm` itself with the channel closed.
+        sites: one module name per block, where FiLM acts.
+    """
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        channel: GoalChannel,
+        sites: list[str],
+        encoder: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        super().__init__()
+        self.lm = lm
+        self.channel = channel
+        self.encoder = encoder
+        self.sites = sites
+        self.tokenizer = tokenizer
+        triggers = torch.tensor(channel.config.trigger_ids, dtype=torch.long, device=lm.device)
+        self.register_buffer("_triggers", triggers, persistent=False)
+        self._hooks: list[Any] = []
+        for block, site in enumerate(sites):
+            module = lm.get_submodule(site)
+            self._hooks.append(module.register_forward_pre_hook(partial(film_hook, block), with_kwargs=True))
+        self._hooks.append(lm.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self._hooks.append(lm.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
+
+    @property
+    def config(self) -> Any:
+        """The wrapped model's configuration."""
+        return self.lm.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the wrapped model lives."""
+        return self.lm.device
+
+    @property
+    def _reader(self) -> PreTrainedModel:
+        return self.encoder if self.encoder is not None else self.lm
+
+    # ---------------------------------------------------------------- goals
+
+    def encode_goal(self, goal: Goal, attention_mask: Tensor | None = None) -> LatentState:
+        """Turn prompts into the latent state that starts a rollout.
+
+        Args:
+            goal: (B, T) token ids, lists of ids of any lengths, or text (needs a tokenizer); a `LatentState` passes through.
+            attention_mask: (B, T), 0 at padding. Lists and text are padded and masked here.
+
+        Returns:
+            A state of B rows. A static goal's FiLM terms are projected here and never again.
+
+        Raises:
+            ValueError: a goal that is empty, of another type, or text without a tokenizer.
+        """
+        if not self._hooks:
+            raise ValueError("the channel was detached from this model; attach it again to use goals")
+        if isinstance(goal, LatentState):
+            if goal.goal.shape[-1] != self.channel.config.width:
+                raise ValueError(
+                    f"the state's goals are {goal.goal.shape[-1]} wide, the channel {self.channel.config.width}"
+                )
+            state = goal
+        else:
+            ids, mask = goal_ids(goal, attention_mask, self.tokenizer, self.device)
+            state = self.channel.encode(self.goal_hidden(ids, mask), mask.bool())
+        return self.channel.fold(state) if self.channel.tracker is None else state
+
+    def goal_hidden(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: LatentCache | None = None
+    ) -> Tensor:
+        """(B, T, E) hidden states of the frozen encoder at `pool_layer`, the channel closed.
+
+        Args:
+            input_ids: (B, T) tokens.
+            attention_mask: (B, T), 0 at padding.
+            cache: the encoder's own cache, to go on from.
+
+        Raises:
+            ValueError: the text is longer than the encoder's table of positions.
+        """
+        return read(self._reader, self.channel.config.pool_layer, input_ids, attention_mask, cache)
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        goal: Goal | None = None,
+        goal_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The wrapped model's forward with the channel in force.
+
+        Positions of padded rows are counted from the mask, as `generate` does, so that every row gives what it gives alone.
+
+        Args:
+            input_ids: (B, T) tokens.
+            goal: as for `encode_goal`, one per row or one for all; None leaves the channel closed, or continues the state
+                that a `LatentCache` carries.
+            goal_attention_mask: mask of goals given as token ids.
+            attention_mask: (B, T) 0 at padding; with a cache (B, past + T).
+            **kwargs: anything the wrapped model takes. Given a `LatentCache`, the state after these tokens is on it. Under
+                a window the logits are those of the last min(T, W) tokens.
+
+        Raises:
+            ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, or gradient checkpointing
+                in a form that would give wrong gradients.
+        """
+        old_name = kwargs.pop("past_key_values", None)
+        cache = kwargs.pop("cache", None)
+        cache = old_name if cache is None else cache
+        if goal is not None and cache is None and kwargs.get("use_cache"):
+            cache = self.new_cache()
+        check_checkpointing(self.lm, cache)
+        kwargs.update(self._placed(input_ids, attention_mask, cache, kwargs))
+        carried = cache.latent if isinstance(cache, LatentCache) else None
+        state = self._start(carried if goal is None else goal, goal_attention_mask, input_ids)
+        if cache is not None:
+            if isinstance(cache, LatentCache):
+                cache.latent = state
+            elif state is not None:
+                raise ValueError("a goal with a cache needs a LatentCache: model.new_cache(), or leave the cache out")
+            return self.lm(input_ids=input_ids, **{CACHE_NAME: cache, "use_cache": True, **kwargs})
+        if state is not None:
+            kwargs["use_cache"] = False
+        terms = None if state is None else self._advance(state, input_ids, attention_mask)[0]
+        with InForce(terms):
+            return self.lm(input_ids=input_ids, **kwargs)
+
+    def hidden(self, input_ids: Tensor, *, goal: Goal | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """(B, T, D) hidden states before the language-model head, the channel in force.
+
+        For losses that need logits at few positions: apply `lm.get_output_embeddings()` to those rows only, instead of
+        projecting every position onto the whole vocabulary.
+        """
+        check_checkpointing(self.lm, None)
+        state = self._start(goal, None, input_ids)
+        terms = None if state is None else self._advance(state, input_ids, attention_mask)[0]
+        placed = self._placed(input_ids, attention_mask, None, {})
+        with InForce(terms):
+            return self.lm.base_model(input_ids=input_ids, **placed, use_cache=False).last_hidden_state
+
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        goal: Goal | None = None,
+        goal_attention_mask: Tensor | None = None,
+        window: int | Window | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The wrapped model's own `generate`: greedy, sampling, beams, batches of different goals, streamers.
+
+        Args:
+            input_ids: (B, T) prompts; to continue a cache, the whole text so far and the new tokens.
+            goal: as for `encode_goal`, one per row or one for all; None generates from the base model, or continues the
+                state on a `LatentCache` passed as the cache.
+            goal_attention_mask: mask of goals given as token ids.
+            window: W, the number of last tokens the text channel sees (`new_cache` picks the position policy), or a `Window`.
+            **kwargs: whatever `generate` takes. With `return_dict_in_generate=True` the returned cache is the
+                `LatentCache`; pass it back to continue the rollout with its state.
+
+        Raises:
+            ValueError: use_cache=False, a window for a cache that exists, goals that do not fit the rows, or a text shorter
+                than what the cache holds.
+        """
+        old_name = kwargs.pop("past_key_values", None)
+        cache = kwargs.pop("cache", None)
+        cache = old_name if cache is None else cache
+        if cache is not None and window is not None:
+            raise ValueError("give the window when the cache is made: model.new_cache(window=...)")
+        if cache is None and (goal is not None or window is not None):
+            cache = self.new_cache(window=window)
+        if goal is not None:
+            if not isinstance(cache, LatentCache):
+                raise ValueError(f"a goal needs a LatentCache, got {type(cache).__name__}; use model.new_cache()")
+            with torch.no_grad():
+                cache.latent = self._start(goal, goal_attention_mask, input_ids)
+        if isinstance(cache, LatentCache):
+            if kwargs.get("use_cache") is False:
+                raise ValueError(
+                    "the latent state rides on the cache: leave use_cache on, or call model(...) in a loop"
+                )
+            kwargs["use_cache"] = True  # the model's own configuration may have it off, as training scripts do
+            past = cache.get_seq_length()
+            if past and kwargs.get("attention_mask") is None and input_ids is not None and input_ids.shape[1] <= past:
+                raise ValueError(
+                    f"the cache holds {past} tokens and input_ids {input_ids.shape[1]}: to continue, pass the whole text so "
+                    "far followed by the new tokens"
+                )
+        if cache is not None:
+            kwargs[CACHE_NAME] = cache
+        return self.lm.generate(input_ids, **kwargs)  # type: ignore[operator]
+
+    def new_cache(self, goal: Goal | None = None, *, window: int | Window | None = None) -> LatentCache:
+        """A cache for one batch of rollouts.
+
+        A window given as a number takes `reindex` for models with learned positions and `rolling` for the others.
+
+        Raises:
+            ValueError: a window the model or its encoder cannot take.
+        """
+        table = learned_positions(self.lm)
+        name = type(self.lm).__name__
+        if isinstance(window, int):
+            window = Window(
+                size=window, policy="rolling" if table is None and takes(self.lm, "position_ids") else "reindex"
+            )
+        if window is not None:
+            if window.policy == "rolling" and (table is not None or not takes(self.lm, "position_ids")):
+                kind = "learned absolute" if table is not None else "no rotary"
+                raise ValueError(f"{name} has {kind} positions, which 'rolling' cannot keep; use 'reindex'")
+            if table is not None and window.size > table:
+                raise ValueError(f"the window is {window.size} tokens but {name} has learned positions for {table}")
+            if window.encoder_size is not None and self.channel.tracker is None:
+                raise ValueError("Window.encoder_size is set but a static goal reads no text; leave it out")
+            if window.encoder_size is not None and learned_positions(self._reader) is not None:
+                raise ValueError(
+                    f"Window.encoder_size needs a rotary encoder; {type(self._reader).__name__} has learned positions"
+                )
+        latent = self.encode_goal(goal) if goal is not None else None
+        return LatentCache(text_config(self.lm), latent=latent, window=window)
+
+    def _start(self, goal: Goal | None, mask: Tensor | None, input_ids: Tensor | None) -> LatentState | None:
+        """The state for this text, one row per row of it."""
+        if goal is None:
+            return None
+        state = self.encode_goal(goal, mask)
+        rows = state.batch_size if input_ids is None else input_ids.shape[0]
+        if state.batch_size not in (1, rows):
+            raise ValueError(f"{state.batch_size} goals for {rows} rows of text; give one goal per row, or one for all")
+        return state if state.batch_size == rows else state.repeat_interleave(rows)
+
+    def _placed(self, ids: Tensor | None, mask: Tensor | None, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """The mask, and the positions that follow from it where the caller gave none."""
+        if mask is None or mask.dim() != 2 or ids is None:
+            return {"attention_mask": mask}
+        length = ids.shape[1]
+        if isinstance(cache, LatentCache) and cache.window is None and mask.shape[1] != cache.get_seq_length() + length:
+            raise ValueError(
+                f"attention_mask has {mask.shape[1]} columns; with a cache it must cover the {cache.get_seq_length()} "
+                f"tokens in it and the {length} new ones"
+            )
+        if "position_ids" in given or not takes(self.lm, "position_ids"):
+            return {"attention_mask": mask}
+        return {"attention_mask": mask, "position_ids": positions_of(mask)[:, -length:]}
+
+    def _advance(
+        self, state: LatentState, input_ids: Tensor | None, mask: Tensor | None, cache: LatentCache | None = None
+    ) -> tuple[Tensor, LatentState]:
+        """FiLM terms for these tokens and the state after them; feeds the encoder's own cache when there is one."""
+        if self.channel.tracker is None:
+            return self.channel.advance(state)
+        if input_ids is None:
+            raise ValueError("a dynamic goal channel finds its triggers by token id: pass input_ids, not inputs_embeds")
+        if cache is not None and cache.encoder is None:
+            size = None if cache.window is None else cache.window.encoder_size
+            window = None if size is None else Window(size=size, policy="rolling")
+            cache.encoder = LatentCache(text_config(self._reader), window=window)
+        hidden = self.goal_hidden(input_ids, mask, None if cache is None else cache.encoder)
+        fires = torch.isin(input_ids, self._triggers)
+        if mask is not None:
+            fires = fires & mask[:, -input_ids.shape[1] :].bool()
+        return self.channel.advance(state, hidden, fires)
+
+    # ---------------------------------------------------------------- hooks on the wrapped model
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        cache = _cache_of(kwargs)
+        if not isinstance(cache, LatentCache):
+            return None
+        ids, mask = kwargs.get("input_ids", args[0] if args else None), kwargs.get("attention_mask")
+        if cache.window is not None:
+            if ids is None:
+                raise ValueError("a window counts tokens: pass input_ids, not inputs_embeds")
+            if kwargs.get("labels") is not None:
+                raise ValueError("labels with a windowed cache: crop the text to the window and train on that instead")
+            if cache.window.policy == "rolling":
+                # Pieces of W keep the keys at 2 W at most; the stock cache would hold the whole prompt for a moment.
+                *heads, (ids, mask) = chunks(ids, mask, cache.window.size)
+                for head_ids, head_mask in heads:
+                    self.lm(input_ids=head_ids, attention_mask=head_mask, **{CACHE_NAME: cache}, **self._last_logits(1))
+        terms = None
+        if cache.latent is not None:
+            cache.expand_latent(ids.shape[0] if ids is not None else kwargs["inputs_embeds"].shape[0])
+            terms, cache.latent = self._advance(cache.latent, ids, mask, cache)
+        if cache.window is None:
+            cache.running = put_in_force(terms)
+            return None
+        by_token = self.channel.tracker is not None
+        feed, fed_terms = feed_for(self.lm, cache, ids, mask, terms if by_token else None)
+        cache.running = put_in_force(fed_terms if by_token else terms)
+        return (), {**self._last_logits(min(ids.shape[1], cache.window.size)), **kwargs, **feed}
+
+    def _last_logits(self, count: int) -> dict[str, int]:
+        return {"logits_to_keep": count} if takes(self.lm, "logits_to_keep") else {}
+
+    # ---------------------------------------------------------------- training
+
+    def train(self, mode: bool = True) -> AttachedLM:
+        """As `nn.Module.train`; the frozen encoder stays in evaluation mode, or its dropout would make one goal many."""
+        super().train(mode)
+        if self.encoder is not None:
+            self.encoder.eval()
+        return self
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict | None = None, **kwargs: Any
+    ) -> None:
+        """Gradient checkpointing that is exact: the recomputation sees the terms its forward saw.
+
+        Raises:
+            ValueError: reentrant checkpointing was asked for, which cannot carry a state.
+        """
+        enable_checkpointing(self.lm, activation_checkpointing_kwargs, **kwargs)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        """The older name of `activation_checkpointing_enable`."""
+        enable_checkpointing(self.lm, gradient_checkpointing_kwargs, **kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Turn gradient checkpointing off."""
+        disable_checkpointing(self.lm)
+
+    # ---------------------------------------------------------------- off, save
+
+    def detach(self) -> PreTrainedModel:
+        """Remove every hook and give back the wrapped model, its logits bit-equal to before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        return self.lm
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the channel's weights (safetensors) and its settings (JSON): not the base model, only its fingerprint."""
+        from sidestream.lm.saving import save_channel
+
+        save_channel(self, Path(directory))
+
+
+def attach(
+    lm: PreTrainedModel,
+    *,
+    goal: GoalConfig,
+    encoder: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sites: Sequence[str] | None = None,
+) -> AttachedLM:
+    """Give a Hugging Face causal LM a goal channel.
+
+    Args:
+        lm: any decoder. Its weights and state-dict keys stay as they are.
+        goal: the channel's settings; widths are taken from the models.
+        encoder: E_base, a causal LM of the same vocabulary that reads goals, frozen. None: `lm` itself, channel closed.
+        tokenizer: lets goals be given as text.
+        sites: one module name per block, to override the search.
+
+    Raises:
+        ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does not
+            fit the models.
+    """
+    found = list(sites) if sites is not None else film_sites(lm)
+    for site in found:
+        try:
+            hooks = lm.get_submodule(site)._forward_pre_hooks.values()
+        except AttributeError as error:
+            raise ValueError(f"{type(lm).__name__} has no module {site!r}; see model.named_modules()") from error
+        if any(getattr(hook, "func", None) is film_hook for hook in hooks):
+            raise ValueError("this model already carries a channel; call detach() on the attached model first")
+    if encoder is lm:
+        raise ValueError(
+            "the encoder is the model itself, which attach would freeze; leave encoder out to share the model"
+        )
+    reader = encoder if encoder is not None else lm
+    config = goal.sized(
+        encoder_width=text_config(reader).hidden_size, model_width=text_config(lm).hidden_size, num_blocks=len(found)
+    )
+    depth, vocabulary = text_config(reader).num_hidden_layers, text_config(lm).vocab_size
+    if not -depth - 1 <= config.pool_layer <= depth:
+        raise ValueError(
+            f"GoalConfig.pool_layer is {config.pool_layer}; the encoder has layers 0..{depth} (or -1 for the last)"
+        )
+    if not all(0 <= token < vocabulary for token in config.trigger_ids):
+        raise ValueError(f"GoalConfig.trigger_ids {config.trigger_ids} are not all in the vocabulary of {vocabulary}")
+    channel = GoalChannel(config).to(device=lm.device, dtype=lm.dtype)
+    if encoder is not None:
+        encoder.requires_grad_(False)
+        encoder.eval()
+    return AttachedLM(lm, channel, found, encoder, tokenizer)
+
+
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get(CACHE_NAME)
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+def _after_forward(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    cache = _cache_of(kwargs)
+    if isinstance(cache, LatentCache) and cache.running is not None:
+        lift(cache.running)
+        cache.running = None

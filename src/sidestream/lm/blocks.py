@@ -1,0 +1,98 @@
+"""Where a Hugging Face decoder keeps its blocks, and where FiLM acts in each: the input of the MLP, found by role.
+
+FiLM belongs after attention, before the MLP, on the output of the block's second norm (LS-AR, Figure 3). That point is the
+MLP's input. Finding it by the MLP's role, not by the norm's name, matters: `post_attention_layernorm` is the right norm in
+Llama and the wrong one in Gemma 2/3, OLMo 2 and EXAONE 4, and Phi, GPT-J and Falcon have no such norm at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+def text_config(lm: nn.Module) -> PretrainedConfig:
+    """The configuration of the model's text decoder (multimodal configurations nest it)."""
+    return lm.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+
+
+def takes(lm: nn.Module, name: str) -> bool:
+    """Whether the model's forward has an argument of this name."""
+    return name in _arguments(type(lm))
+
+
+@cache
+def _arguments(model: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def decoder_blocks(lm: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Name and list of the decoder's blocks: the shallowest list as long as the configuration says.
+
+    Raises:
+        ValueError: the model has no such list.
+    """
+    config = getattr(lm, "config", None)
+    depth = getattr(text_config(lm), "num_hidden_layers", None) if config is not None else None
+    found = [
+        (name.count("."), name, module)
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(lm).__name__} has no list of {depth} decoder blocks to attach to; name the modules that take the FiLM "
+            "terms with attach(..., sites=[...])"
+        )
+    _, name, blocks = min(found, key=lambda entry: entry[:2])
+    return name, blocks
+
+
+def film_sites(lm: nn.Module) -> list[str]:
+    """One module name per block whose input FiLM modulates, in block order.
+
+    A block's MLP is its first child, in order of definition, that is not attention and holds matrices: `mlp` or `ffn` in
+    most families, a mixture of experts in some, the first of two bare linear layers in OPT.
+
+    Raises:
+        ValueError: a block has no such child; names the model class and the way out.
+    """
+    prefix, blocks = decoder_blocks(lm)
+    sites = []
+    for index, block in enumerate(blocks):
+        mlp = next((name for name, child in block.named_children() if _is_mlp(name, child)), None)
+        if mlp is None:
+            raise ValueError(
+                f"no FiLM site in block {index} of {type(lm).__name__} ({type(block).__name__} has no MLP that can be told "
+                "from its attention); name one module per block with attach(..., sites=[...])"
+            )
+        sites.append(f"{prefix}.{index}.{mlp}")
+    return sites
+
+
+def _is_mlp(name: str, module: nn.Module) -> bool:
+    words = f"{name} {type(module).__name__}".lower()
+    if "attn" in words or "attention" in words or "norm" in words:
+        return False
+    return any(
+        isinstance(child, nn.Linear | Conv1D) or parameter_rank >= 2
+        for child in module.modules()
+        for parameter_rank in [max((p.dim() for p in child.parameters(recurse=False)), default=0)]
+    )
+
+
+def learned_positions(lm: nn.Module) -> int | None:
+    """Length of the table of learned absolute positions, or None for rotary, ALiBi and other relative schemes."""
+    config = text_config(lm)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    assert isinstance(lm, PreTrainedModel)
+    tokens = lm.get_input_embeddings()
+    for name, module in lm.named_modules():
+        position_like = name.endswith("wpe") or "position" in name.rsplit(".", 1)[-1]
+        if isinstance(module, nn.Embedding) and module is not tokens and position_like:
+            return limit
+    return None

@@ -1,0 +1,298 @@
+"""A KV cache that carries the latent state, and the window the text channel sees.
+
+The state rides on the cache because everything that moves a rollout moves its cache: beam search reorders it,
+`num_return_sequences` repeats it, a second turn continues it. Hidden in keyword arguments or module attributes the state
+would miss all three.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.generation.utils import GenerationMixin
+
+from sidestream.channels import LatentState
+from sidestream.lm.blocks import takes, text_config
+
+# transformers 5.24 renamed the keyword and the output field `past_key_values` to `cache`.
+CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The text channel sees the last `size` tokens and nothing else of the text.
+
+    Columns of the batch are counted, so padding between two turns of a row takes up room in its window.
+    """
+
+    size: int
+    """W, in tokens."""
+    policy: Literal["reindex", "rolling"]
+    """`reindex`: drop the oldest token and encode the rest anew at positions 0..W-1. Exact for every model, needed by
+    learned positions, and nothing older than W tokens can influence a logit. Costs a W-token forward per token once full.
+    `rolling`: keep the keys and values of the last W tokens at their true positions, as sliding-window attention does.
+    One token per step, for rotary models. A kept key was computed when older tokens were still visible, so through L
+    blocks traces reach back up to L x W tokens."""
+    encoder_size: int | None = None
+    """Tokens that E_base sees when a dynamic channel reads its triggers (always `rolling`). None: the whole text, as the
+    tracker was trained; the encoder's keys then grow with the text, by 2 x E floats a block and token."""
+
+    def __post_init__(self) -> None:
+        for name in ("size", "encoder_size"):
+            value = getattr(self, name)
+            if value is not None and value < 2:
+                raise ValueError(f"Window.{name} is {value} tokens; it must be at least 2")
+        if self.policy not in ("reindex", "rolling"):
+            raise ValueError(f"window policy {self.policy!r} is unknown; use 'reindex' or 'rolling'")
+
+
+class LatentCache(DynamicCache):
+    """`DynamicCache` with a `LatentState` and, if asked for, a window.
+
+    Pass it as the cache of any attached model; `generate` hands the same object back.
+
+    Args:
+        config: the model's text configuration.
+        latent: the state to start from; None leaves the channel closed.
+        window: None for no limit.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, latent: LatentState | None = None, window: Window | None = None
+    ) -> None:
+        super().__init__(config=config)
+        self.latent = latent
+        self.window = window
+        self.encoder: LatentCache | None = None
+        """The encoder's own cache, for a dynamic channel: what makes a trigger cost the same at any position."""
+        self.running: Any = None
+        """Set by the attached model while one of its forwards writes to this cache."""
+        self._config = config
+        self._tokens: Tensor | None = None  # (B, <= W): what a reindexed window holds
+        self._terms: Tensor | None = (
+            None  # (B, <= W, L, 2, D): the FiLM terms of those tokens, where they differ by token
+        )
+        self._mask: Tensor | None = None  # (B, columns held): 0 at padding
+        self._positions: Tensor | None = None  # (B,): real tokens seen, per row
+        self._seen = 0
+        self._clear_layers()
+
+    def _clear_layers(self) -> None:
+        if self.window is not None and self.window.policy == "rolling":
+            self.layers = [DynamicSlidingWindowLayer(self.window.size) for _ in range(self._config.num_hidden_layers)]
+        else:
+            self.layers = DynamicCache(config=self._config).layers
+
+    # A window drops keys that a rollback would need, and a tracked vector cannot be un-moved.
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return False
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: rolling keys back cannot undo a latent update.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "a cache with a latent state cannot be cropped (assisted decoding needs it); generate without an assistant"
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen so far. During a forward under `reindex`, the keys really held: the model numbers its masks by it."""
+        if self.window is not None and self.window.policy == "reindex" and self.running is None:
+            return self._seen
+        return super().get_seq_length(layer_idx)
+
+    def take(
+        self, input_ids: Tensor, attention_mask: Tensor | None, terms: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Account for new tokens and say what the model must be fed.
+
+        Args:
+            input_ids: (B, T) new tokens.
+            attention_mask: (B, anything >= T), 0 at padding; only the last T columns are read.
+            terms: (B, T, L, 2, D) FiLM terms of the new tokens, where they differ by token.
+
+        Returns:
+            `input_ids`, `attention_mask` and `position_ids` for the forward, and the FiLM terms that go with them. The
+            mask is (B, columns), 0 at padding, or under `rolling` (B, 1, T, columns), true where a token may look.
+        """
+        batch, length = input_ids.shape
+        new_mask = torch.ones_like(input_ids)
+        if attention_mask is not None:
+            new_mask = attention_mask[:, -length:].to(input_ids.dtype)
+        held = new_mask.new_zeros(batch, 0) if self._mask is None else self._mask
+        before = new_mask.new_zeros(batch) if self._positions is None else self._positions
+        mask = torch.cat([held, new_mask], dim=1)
+        self._seen += length
+        if self.window is not None and self.window.policy == "reindex":
+            return self._take_anew(input_ids, mask, terms)
+        positions = (before[:, None] + new_mask.cumsum(1) - 1).clamp(min=0)
+        self._positions = before + new_mask.sum(1)
+        self._mask = mask
+        if self.window is not None:
+            self._mask = mask[:, -(self.window.size - 1) :].clone()  # as many columns as the layers keep
+            mask = _near(mask, length, self.window.size)
+        return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}, terms
+
+    def _take_anew(
+        self, input_ids: Tensor, mask: Tensor, terms: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """`reindex`: while the window fills, new tokens only; once it slides, all W tokens at positions 0..W-1."""
+        assert self.window is not None
+        size, fed = self.window.size, input_ids.shape[1]
+        kept = 0 if self._tokens is None else self._tokens.shape[1]
+        tokens = input_ids if self._tokens is None else torch.cat([self._tokens, input_ids], dim=1)
+        if tokens.shape[1] > size:
+            self._clear_layers()
+            fed = size
+        # Clones, because a view would hold on to the whole prompt.
+        self._tokens, self._mask = tokens[:, -size:].clone(), mask[:, -size:].clone()
+        if terms is None:
+            self._terms = None
+        else:
+            # Tokens read before the channel opened have no terms of their own; zeros are the identity.
+            old = terms.new_zeros(terms.shape[0], kept, *terms.shape[2:]) if self._terms is None else self._terms
+            self._terms = torch.cat([old, terms], dim=1)[:, -size:].clone()
+            terms = self._terms[:, -fed:]
+        positions = positions_of(self._mask)[:, -fed:]
+        return {"input_ids": self._tokens[:, -fed:], "attention_mask": self._mask, "position_ids": positions}, terms
+
+    def expand_latent(self, batch: int) -> None:
+        """Repeat the goals so that each of `batch` rows has one, as `generate` repeats prompts for beams.
+
+        Raises:
+            ValueError: `batch` is not a multiple of the number of goals.
+        """
+        if self.latent is None or self.latent.batch_size == batch:
+            return
+        if batch % self.latent.batch_size:
+            raise ValueError(f"{self.latent.batch_size} goals for {batch} rows of text; give one goal per row")
+        self.latent = self.latent.repeat_interleave(batch // self.latent.batch_size)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow beam search: keys, values, window and latent rows take the beams' order."""
+        super().reorder_cache(beam_idx)
+        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+        if self.encoder is not None:
+            self.encoder.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+        if self.encoder is not None:
+            self.encoder.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        super().batch_select_indices(indices)
+        self._map_rows(lambda rows: rows[indices])
+        if self.encoder is not None:
+            self.encoder.batch_select_indices(indices)
+
+    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.latent is not None:
+            self.latent = self.latent.map(function)
+        for name in ("_tokens", "_terms", "_mask", "_positions"):
+            if getattr(self, name) is not None:
+                setattr(self, name, function(getattr(self, name)))
+
+    def reset(self) -> None:
+        """Forget the text; the latent state stays, as the goal outlives the rollout."""
+        self._clear_layers()
+        self._tokens = self._terms = self._mask = self._positions = self.encoder = None
+        self._seen = 0
+
+    def nbytes(self) -> int:
+        """Bytes of memory held for the rollout: keys, values, window, latent state, the encoder's cache."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._tensors()
+        }
+        return sum(storages.values())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        held = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
+        held += [self._tokens, self._terms, self._mask, self._positions]
+        if self.latent is not None:
+            held += [self.latent.goal, self.latent.terms, self.latent.history, self.latent.history_count]
+        yield from (tensor for tensor in held if tensor is not None)
+        if self.encoder is not None:
+            yield from self.encoder._tensors()
+
+
+def chunks(input_ids: Tensor, attention_mask: Tensor | None, size: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Tokens in pieces of at most `size`, each with the mask up to its end."""
+    for start in range(0, input_ids.shape[1], size):
+        piece = input_ids[:, start : start + size]
+        after = input_ids.shape[1] - start - piece.shape[1]
+        yield piece, None if attention_mask is None else attention_mask[:, : attention_mask.shape[1] - after]
+
+
+def feed_for(
+    lm: PreTrainedModel,
+    cache: LatentCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    terms: Tensor | None = None,
+) -> tuple[dict[str, Any], Tensor | None]:
+    """`cache.take`, in the form this model takes."""
+    feed: dict[str, Any]
+    feed, terms = cache.take(input_ids, attention_mask, terms)
+    if feed["attention_mask"].dim() == 4:
+        feed["attention_mask"] = _attention_for(text_config(lm), feed["attention_mask"], lm.dtype)
+    if not takes(lm, "position_ids"):
+        del feed["position_ids"]  # ALiBi: the model counts for itself
+    return feed, terms
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """(B, columns) positions, counted over the real tokens of each row."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def _attention_for(config: PretrainedConfig, allowed: Tensor, dtype: torch.dtype) -> Any:
+    """A (B, 1, T, columns) mask in the form a model takes: one per kind of layer where its layers differ.
+
+    Raises:
+        ValueError: an attention implementation or a kind of layer that takes no such mask.
+    """
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"a rolling window needs attention 'sdpa' or 'eager', the model has {config._attn_implementation!r}; load it "
+            "with attn_implementation='sdpa' or use the policy 'reindex'"
+        )
+    own = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if own is None else "sliding_attention"]
+    masks = {}
+    for kind in set(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"the model has layers of kind {kind!r}, which 'rolling' cannot mask; use 'reindex'")
+        mask = allowed
+        if kind == "sliding_attention" and own is not None:
+            mask = allowed & _near(torch.ones_like(allowed[:, 0, 0]), allowed.shape[2], own)
+        if config._attn_implementation == "eager":
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        masks[kind] = mask
+    return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def _near(mask: Tensor, length: int, size: int) -> Tensor:
+    """(B, 1, T, columns): each of the last `length` columns sees the real tokens among the `size` columns up to itself."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    queries = columns[-length:, None]
+    near = (columns <= queries) & (columns > queries - size)
+    # A padding query sees nothing; let it see itself, so that its softmax is not NaN.
+    return (near & mask.bool()[:, None, None]) | (columns == queries)

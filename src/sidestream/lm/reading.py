@@ -1,0 +1,89 @@
+"""How E_base, the frozen encoder, reads: goals of any form, and the running text of a dynamic channel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sidestream.lm.blocks import learned_positions, takes
+from sidestream.lm.cache import CACHE_NAME, LatentCache, chunks, feed_for, positions_of
+from sidestream.lm.terms import InForce
+
+
+def goal_ids(
+    goal: Any, mask: Tensor | None, tokenizer: PreTrainedTokenizerBase | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(B, T) ids and mask of goals given as text, lists of ids or a tensor.
+
+    Raises:
+        ValueError: a goal that is empty, of another type, or text without a tokenizer.
+    """
+    rows = [goal] if isinstance(goal, str) else goal
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, str) for row in rows):
+        if tokenizer is None:
+            raise ValueError("goals given as text need a tokenizer: attach(..., tokenizer=...), or pass token ids")
+        rows = [tokenizer(text)["input_ids"] for text in rows]
+    if isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) for row in rows):
+        if not rows or not all(rows):
+            raise ValueError("a goal is empty: nothing to encode")
+        width = max(len(row) for row in rows)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        rows = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.dtype not in (torch.long, torch.int):
+        given = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(goal).__name__
+        raise ValueError(f"a goal is text, lists of token ids, a (B, T) tensor of ids or a LatentState; got {given}")
+    return rows, torch.ones_like(rows) if mask is None else mask
+
+
+def read(reader: PreTrainedModel, layer: int, ids: Tensor, mask: Tensor | None, cache: LatentCache | None) -> Tensor:
+    """(B, T, E) hidden states of tokens at one layer, every channel closed, without gradients or dropout.
+
+    Raises:
+        ValueError: the text is longer than the reader's table of positions.
+    """
+    size = cache.window.size if cache is not None and cache.window is not None else ids.shape[1]
+    hidden = []
+    with _frozen(reader), InForce(None):
+        for piece, piece_mask in chunks(ids, mask, size):
+            if cache is not None:
+                feed = {**feed_for(reader, cache, piece, piece_mask)[0], CACHE_NAME: cache}
+            else:
+                feed = {"input_ids": piece, "attention_mask": piece_mask}
+                if piece_mask is not None and takes(reader, "position_ids"):
+                    feed["position_ids"] = positions_of(piece_mask)
+            _check_table(reader, piece, feed["attention_mask"])
+            out = reader.base_model(**feed, output_hidden_states=True, use_cache=cache is not None)
+            hidden.append(out.hidden_states[layer])
+    return torch.cat(hidden, dim=1)
+
+
+def _check_table(reader: PreTrainedModel, ids: Tensor, mask: Any) -> None:
+    table = learned_positions(reader)
+    if table is None:
+        return
+    longest = ids.shape[1] if mask is None else mask.shape[1]
+    if longest > table and mask is not None:
+        longest = int(mask.sum(1).max())  # padding takes no position
+    if longest > table:
+        raise ValueError(
+            f"E_base ({type(reader).__name__}) has learned positions for {table} tokens and is to read {longest}; shorten "
+            "the text, or attach a rotary encoder with Window(encoder_size=...)"
+        )
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,100 @@
+"""The FiLM terms in force while a forward runs: set around it, applied by a hook, restored when a checkpoint recomputes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from contextvars import ContextVar, Token
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sidestream.channels import modulate
+
+# (B, N, L, 2, D), or None while the channel is closed. A context variable, not a module attribute: it is scoped to the
+# call and separate per thread, so interleaved rollouts and a frozen reader of the same model do not see each other's.
+_TERMS: ContextVar[Tensor | None] = ContextVar("sidestream_terms", default=None)
+
+
+class InForce:
+    """Context in which these terms are in force. Not a generator: a backward that runs twice enters it twice."""
+
+    def __init__(self, terms: Tensor | None) -> None:
+        self.terms = terms
+
+    def __enter__(self) -> None:
+        self.token = _TERMS.set(self.terms)
+
+    def __exit__(self, *_: object) -> None:
+        _TERMS.reset(self.token)
+
+
+def put_in_force(terms: Tensor | None) -> Token:
+    """For hooks, which cannot hold a context open; `lift` ends it."""
+    return _TERMS.set(terms)
+
+
+def lift(token: Token) -> None:
+    """End what `put_in_force` began."""
+    _TERMS.reset(token)
+
+
+def film_hook(block: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Pre-hook of one block's MLP: modulate its input, its first argument."""
+    terms = _TERMS.get()
+    if terms is None:
+        return None
+    if args:
+        return (modulate(args[0], terms[:, :, block]), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: modulate(kwargs[name], terms[:, :, block])}
+
+
+def enable_checkpointing(lm: PreTrainedModel, asked: dict[str, Any] | None, **kwargs: Any) -> None:
+    """Switch on checkpointing whose recomputation sees the terms that its forward saw.
+
+    Raises:
+        ValueError: reentrant checkpointing was asked for, which cannot carry a state.
+    """
+    settings = dict(asked or {})
+    if settings.pop("use_reentrant", False):
+        raise ValueError("use_reentrant=True recomputes without the latent state (wrong gradients); use False")
+    settings.update(use_reentrant=False, context_fn=_contexts)
+    # transformers 5.24 renamed gradient checkpointing to activation checkpointing.
+    if hasattr(lm, "activation_checkpointing_enable"):
+        lm.activation_checkpointing_enable(activation_checkpointing_kwargs=settings, **kwargs)
+    else:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings, **kwargs)
+
+
+def disable_checkpointing(lm: PreTrainedModel) -> None:
+    """Switch it off."""
+    if hasattr(lm, "activation_checkpointing_disable"):
+        lm.activation_checkpointing_disable()
+    else:
+        lm.gradient_checkpointing_disable()
+
+
+def check_checkpointing(lm: PreTrainedModel, cache: Any) -> None:
+    """Refuse what would give wrong gradients without an error.
+
+    Raises:
+        ValueError: checkpointing that does not restore the terms, or checkpointing with a cache, which it drops.
+    """
+    if not (lm.training and torch.is_grad_enabled()):
+        return
+    for module in lm.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            if cache is not None:
+                raise ValueError("gradient checkpointing drops the cache and its state; switch one of them off")
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            if getattr(function, "keywords", {}).get("context_fn") is not _contexts:
+                raise ValueError(
+                    "gradient checkpointing was switched on past the channel and would give wrong gradients; call "
+                    "gradient_checkpointing_enable on the attached model"
+                )
+
+
+def _contexts() -> tuple[Any, InForce]:
+    return nullcontext(), InForce(_TERMS.get())

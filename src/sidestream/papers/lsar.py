@@ -1,0 +1,403 @@
+"""LS-AR's tables. One function builds an experiment at a scale, one runs it into a directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sidestream.channels import GoalConfig, LatentState
+from sidestream.evaluation.evaluate import answer_treasure, cells
+from sidestream.evaluation.probes import project, treasure_states
+from sidestream.lm.attach import AttachedLM, attach
+from sidestream.lm.backbones import Backbone, parameter_count
+from sidestream.lm.text import Vocabulary
+from sidestream.papers.experiment import open_run, provenance, to_json
+from sidestream.papers.results import check_results
+from sidestream.tasks import treasure
+from sidestream.training.batches import RowConfig
+from sidestream.training.loop import LoopConfig
+from sidestream.training.stages import align_goal, pooled_states, train_lm
+
+Scale = Literal["smoke", "cpu", "paper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticArm:
+    """What one LS-AR (Static) arm does; every difference between the paper and us is a field here."""
+
+    scored: Literal["answer", "all"] = "all"
+    """Stage 3 loss: on every token (the paper's next-token prediction) or on the answer alone."""
+    pool_layer: int = -1
+    """Encoder layer whose states are pooled: -1 the last (the paper's), 1 the first block's output."""
+    calibrate: bool = False
+    """Standardise E_pred's input over the training goals."""
+    reconstruction: float = 0.0
+    """Weight of naming the goal's tokens from P0 in stage 2; 0 is the paper's VICReg alone."""
+    train_encoder: bool = False
+    """E_pred trains on in stage 3; the paper's list for that stage does not name it."""
+    mask_prompt: float = 0.0
+    """p of stage 3b: rows whose text prompt is replaced by filler. 0 is Standard."""
+
+
+STATIC_ARMS = {
+    "static_faithful": StaticArm(),
+    "static_scored": StaticArm(scored="answer"),
+    "static_first_block": StaticArm(scored="answer", pool_layer=1),
+    "static_calibrated": StaticArm(scored="answer", pool_layer=1, calibrate=True),
+    "static_reconstruction": StaticArm(scored="answer", pool_layer=1, calibrate=True, reconstruction=10.0),
+    "static": StaticArm(
+        scored="answer", pool_layer=1, calibrate=True, reconstruction=10.0, train_encoder=True, mask_prompt=0.3
+    ),
+}
+"""Each arm adds one change to the one before it: a ladder from the paper's method to ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table1:
+    """LS-AR Table 1 and Figure 4: Treasure Hunt, recall of item and passcode over the distance H."""
+
+    table: str = "lsar.table1"
+    """The name it is run under."""
+    scale: Scale
+    """`smoke`, `cpu` or `paper`."""
+    seed: int = 0
+    """Of initial weights, training problems and their order. Test problems are the same for every seed."""
+    arms: tuple[str, ...] = ("baseline", *STATIC_ARMS)
+    """Arms to train: `baseline` and names of `STATIC_ARMS`."""
+    window: int
+    """W, tokens the text channel sees."""
+    horizons: tuple[int, ...]
+    """H, distractor tokens between goal and question, one test set each."""
+    train_problems: int
+    """Problems to train on (the paper: 50,000)."""
+    test_problems: int = 500
+    """Problems for each H (the paper: 500)."""
+    haystack: str | None = None
+    """Text file to take distractor sentences from; None for the built-in bank."""
+    vocabulary: Literal["bpe", "subset"] = "bpe"
+    """GPT-2's 50,257 tokens, or the same tokens cut down to those the task can have."""
+    encoder: Backbone
+    """E_base and, with the same shape, D_base."""
+    baseline: Backbone
+    """The unconditioned decoder, matched in parameters."""
+    goal_width: int
+    """G, width of the goal vector."""
+    stage1: LoopConfig
+    """The language model that becomes E_base and the decoder's start. The baseline takes the same steps."""
+    stage2: LoopConfig
+    """E_pred."""
+    stage3: LoopConfig
+    """Decoder and FiLM. The baseline goes on for the same steps."""
+
+    def __post_init__(self) -> None:
+        unknown = [arm for arm in self.arms if arm != "baseline" and arm not in STATIC_ARMS]
+        if unknown:
+            raise ValueError(f"unknown arm {unknown[0]!r}; use {', '.join(['baseline', *STATIC_ARMS])}")
+        if self.test_problems < 1 or self.train_problems < 1:
+            raise ValueError("train_problems and test_problems must be at least 1")
+
+
+def table1(scale: Scale) -> Table1:
+    """The experiment at one of its scales. A variant is `dataclasses.replace(table1(scale), ...)`."""
+    if scale == "paper":
+        # CHOICE(LS-AR, B.3.3): batch 32 in every stage (the paper names it for stage 2); 30 epochs of 50,000 problems.
+        steps = 30 * 50_000 // 32
+        loop = LoopConfig(steps=steps, batch_size=32, learning_rate=1e-4, precision="bf16", save_every=2000)
+        return Table1(
+            scale="paper",
+            window=500,
+            horizons=(64, 128, 256, 480, 512, 1024, 2048, 4096, 8192, 16384),
+            train_problems=50_000,
+            encoder=Backbone(layers=4),
+            baseline=Backbone(layers=20),
+            goal_width=512,
+            stage1=loop,
+            stage2=replace(loop, learning_rate=2e-4, precision="fp32"),
+            stage3=loop,
+        )
+    if scale == "cpu":
+        window = 48
+        loop = LoopConfig(steps=300, batch_size=32, learning_rate=2e-3)
+        return Table1(
+            scale="cpu",
+            window=window,
+            # The paper's H / W of 0.13, 0.26, 0.5, then the cut prompt, 1.02, 1.25, 2.05 and far beyond.
+            horizons=(6, 12, 24, 36, 49, 60, 96, 768),
+            train_problems=20_000,
+            vocabulary="subset",
+            encoder=Backbone(layers=2, width=96, heads=4),
+            baseline=Backbone(layers=4, width=96, heads=4),
+            goal_width=96,
+            stage1=loop,
+            stage2=replace(loop, steps=3000, batch_size=256),
+            stage3=replace(loop, steps=2500),
+        )
+    if scale == "smoke":
+        loop = LoopConfig(steps=4, batch_size=8, learning_rate=1e-3, log_every=1)
+        return Table1(
+            scale="smoke",
+            window=48,
+            horizons=(12, 36, 60, 96),
+            train_problems=64,
+            test_problems=24,
+            vocabulary="subset",
+            encoder=Backbone(layers=1, width=32, heads=2),
+            baseline=Backbone(layers=2, width=32, heads=2),
+            goal_width=32,
+            stage1=loop,
+            stage2=loop,
+            stage3=loop,
+        )
+    raise ValueError(f"scale is {scale!r}; use smoke, cpu or paper")
+
+
+def paper_table1(arm: str, metric: str, where: dict[str, Any]) -> float | None:
+    """The paper's value for a cell of the same H / W (its H = 128 and 1024 at W = 500), mean of 5 seeds; None where it
+    has none. Both LS-AR arms face the paper's one."""
+    ratio = where["H"] / where["W"]
+    column = 0 if math.isclose(ratio, 128 / 500, rel_tol=0.05) else 1 if math.isclose(ratio, 1024 / 500, rel_tol=0.05) else None
+    rows = {
+        ("baseline", "item_exact"): (1.0, 0.0),
+        ("baseline", "code_token"): (0.398, 0.0),
+        ("static", "item_exact"): (1.0, 1.0),
+        ("static", "code_token"): (0.928, 0.844),
+    }
+    row = rows.get(("static" if arm in ("static", "static_faithful") else arm, metric))
+    return None if row is None or column is None else row[column]
+
+
+def run_table1(experiment: Table1, directory: Path, *, command: str, resume: bool = False) -> dict[str, Any]:
+    """Train and evaluate every arm into `directory`; returns what it writes to results.json.
+
+    Raises:
+        ValueError: the settings or files given do not fit together; nothing is trained then.
+    """
+    sentences = treasure.load_haystack(experiment.haystack) if experiment.haystack else None
+    vocabulary = Vocabulary()
+    if experiment.vocabulary == "subset":
+        vocabulary = Vocabulary.subset(treasure.vocabulary_texts(sentences))
+    tests = {
+        horizon: treasure.problems("test", experiment.test_problems, [horizon], 0, vocabulary.encode, sentences)
+        for horizon in experiment.horizons
+    }
+    probe = next(iter(tests.values()))[0]
+    check_window(experiment.window, probe)
+    training = treasure.problems(
+        "train",
+        experiment.train_problems,
+        training_horizons(experiment.window, probe),
+        experiment.seed,
+        vocabulary.encode,
+        sentences,
+    )
+    open_run(directory, experiment, resume=resume)
+    started = time.monotonic()
+    treasure.write_jsonl(tests[experiment.horizons[0]], directory / f"test-H{experiment.horizons[0]}.jsonl", vocabulary.decode)
+    run = _Table1Run(experiment, directory, training, vocabulary, resume)
+    made: list[dict[str, Any]] = []
+    states: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    for arm in experiment.arms:
+        model, modules = run.baseline() if arm == "baseline" else run.static(arm, STATIC_ARMS[arm])
+        sizes[arm] = parameter_count(*modules)
+        for horizon, problems in tests.items():
+            goals = run.goals(model, problems)
+            scores = run.scores(arm, horizon, model, problems, goals)
+            made += cells(arm, {"H": horizon, "W": experiment.window}, scores, paper_table1)
+        if arm in ("baseline", "static"):
+            horizon = min(experiment.horizons, key=lambda h: abs(h - 2 * experiment.window))
+            problems = tests[horizon][:100]
+            hidden = treasure_states(model, problems, window=experiment.window, goals=run.goals(model, problems))
+            states[arm] = project(hidden, [problem.item for problem in problems], seed=experiment.seed)
+            facts = {"H": horizon, "W": experiment.window, "perplexity": min(20.0, (len(problems) - 1) / 3)}
+            (directory / "tsne.json").write_text(json.dumps({**facts, "arms": states}), encoding="utf-8")
+    results = {
+        "table": experiment.table,
+        "scale": experiment.scale,
+        "seed": experiment.seed,
+        **provenance(command),
+        "wall_s": round(run.seconds_before + time.monotonic() - started, 1),
+        "data_hash": treasure.data_hash([*training, *(p for problems in tests.values() for p in problems)]),
+        "settings": to_json(experiment),
+        "parameters": sizes,
+        "notes": _notes(experiment),
+        "cells": made,
+    }
+    check_results(results)
+    partial = directory / "results.partial"
+    partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    partial.rename(directory / "results.json")
+    return results
+
+
+def check_window(window: int, problem: treasure.TreasureProblem) -> None:
+    """Refuse a window that cannot hold the question and its answer.
+
+    Raises:
+        ValueError: W is smaller than trigger and answer together.
+    """
+    need = len(problem.trigger_ids) + len(problem.answer_ids)
+    if window < need:
+        raise ValueError(f"the window is {window} tokens, but trigger and answer alone take {need}; make it larger")
+
+
+def training_horizons(window: int, problem: treasure.TreasureProblem) -> list[int]:
+    """The H of training problems: half with the whole prompt in view (short ones more often), a quarter around the cut
+    prompt, a quarter beyond the window. Every arm, the baseline too, trains on this mixture."""
+    around = len(problem.trigger_ids) + len(problem.answer_ids)
+    goal = len(problem.goal_ids)
+    whole = max(1, window - around - goal)
+    cut = range(max(1, whole - 1), max(2, window - around + 4))
+    beyond = range(max(2, window - around), 2 * window)
+    count = 64
+    short = [round(math.exp(math.log(whole) * k / (2 * count - 1))) for k in range(2 * count)]
+    return short + _spread(cut, count) + _spread(beyond, count)
+
+
+def _spread(values: range, count: int) -> list[int]:
+    return [values[len(values) * k // count] for k in range(count)]
+
+
+class _Table1Run:
+    """Models and stages of one run directory. Stages that finished are loaded, not trained again."""
+
+    def __init__(
+        self,
+        experiment: Table1,
+        directory: Path,
+        training: Sequence[treasure.TreasureProblem],
+        vocabulary: Vocabulary,
+        resume: bool,
+    ) -> None:
+        self.experiment = experiment
+        self.directory = directory
+        self.examples = [problem.example for problem in training]
+        self.vocabulary = vocabulary
+        self.resume = resume
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.filler = [token for problem in training[:200] for token in problem.distractor_ids]
+        self.base: Any = None
+        self.seconds_before = 0.0
+
+    def baseline(self) -> tuple[Any, list[Any]]:
+        """The unconditioned decoder: language modelling, then the answers, for as many steps as LS-AR has."""
+        model = self._fresh(self.experiment.baseline)
+        self._lm("baseline", "stage1", model, self.experiment.stage1, scored="all")
+        self._lm("baseline", "stage3", model, self.experiment.stage3, scored="answer")
+        return model.eval(), [model]
+
+    def static(self, arm: str, settings: StaticArm) -> tuple[AttachedLM, list[Any]]:
+        """LS-AR (Static): shared stage 1, then E_pred, then decoder and FiLM."""
+        experiment = self.experiment
+        if self.base is None:
+            self.base = self._fresh(experiment.encoder)
+            self._lm("base", "stage1", self.base, experiment.stage1, scored="all")
+            self.base.requires_grad_(False)
+        decoder = self._fresh(experiment.encoder)
+        decoder.load_state_dict(self.base.state_dict())  # "starts as its base" (LS-AR, 3.3)
+        torch.manual_seed(experiment.seed)
+        config = GoalConfig(width=experiment.goal_width, pool_layer=settings.pool_layer)
+        model = attach(decoder, goal=config, encoder=self.base)
+        pooled = pooled_states(model, [example.goal_ids for example in self.examples])
+        # CHOICE(LS-AR, 3.1): the "true trajectory" is the answer; distractors carry nothing about the goal.
+        trajectory = pooled_states(model, [example.target_ids for example in self.examples])
+        encoder = model.channel.encoder
+        if settings.calibrate:
+            encoder.calibrate(pooled)
+        align_goal(
+            encoder,
+            pooled,
+            trajectory,
+            [example.goal_ids for example in self.examples],
+            self.vocabulary.size,
+            experiment.stage2,
+            self.directory / arm / "stage2",
+            seed=experiment.seed,
+            reconstruction_weight=settings.reconstruction,
+            label=f"{arm} stage 2",
+            resume=self.resume,
+            tags={"arm": arm, "stage": "2"},
+        )
+        encoder.to(self.device)
+        encoder.requires_grad_(settings.train_encoder)
+        self._lm(
+            arm, "stage3", model, experiment.stage3, settings.scored, pooled=pooled, mask_prompt=settings.mask_prompt
+        )
+        return model.eval(), [decoder, self.base, model.channel]
+
+    def goals(self, model: Any, problems: Sequence[treasure.TreasureProblem]) -> LatentState | None:
+        """Latent states of the problems' prompts; None for a model without a channel."""
+        if not isinstance(model, AttachedLM):
+            return None
+        with torch.no_grad():
+            return model.encode_goal([problem.goal_ids for problem in problems])
+
+    def scores(
+        self,
+        arm: str,
+        horizon: int,
+        model: Any,
+        problems: Sequence[treasure.TreasureProblem],
+        goals: LatentState | None,
+    ) -> list[dict[str, float]]:
+        """Per-problem scores, kept in the run directory for paired tests."""
+        path = self.directory / arm / f"scores-H{horizon}.json"
+        scores = answer_treasure(
+            model, problems, window=self.experiment.window, decode=self.vocabulary.decode, goals=goals
+        )
+        path.write_text(json.dumps(scores), encoding="utf-8")
+        return scores
+
+    def _fresh(self, shape: Backbone) -> Any:
+        torch.manual_seed(self.experiment.seed)
+        model = shape.build(
+            vocabulary=self.vocabulary.size, window=self.experiment.window, pad_id=self.vocabulary.pad_id
+        )
+        return model.to(self.device)  # type: ignore[arg-type]
+
+    def _lm(
+        self,
+        arm: str,
+        stage: str,
+        model: Any,
+        loop: LoopConfig,
+        scored: Literal["answer", "all"],
+        *,
+        pooled: Tensor | None = None,
+        mask_prompt: float = 0.0,
+    ) -> None:
+        train_lm(
+            model,
+            self.examples,
+            RowConfig(window=self.experiment.window, scored=scored, mask_prompt=mask_prompt),
+            loop,
+            self.directory / arm / stage,
+            seed=self.experiment.seed,
+            filler=self.filler,
+            pooled=pooled,
+            label=f"{arm} {stage[:-1]} {stage[-1]}",
+            resume=self.resume,
+            tags={"arm": arm, "stage": stage[-1]},
+        )
+
+
+def _notes(experiment: Table1) -> list[str]:
+    notes = [
+        "Chance is 8.3% for the item (1 of 12) and about 0.01% for a whole code.",
+        "The window is applied as a recomputation of the last W tokens at positions 0 to W-1: nothing older can reach a logit.",
+        "Every arm trains on the same problems and takes the same steps; the baseline takes stage 1 and stage 3.",
+    ]
+    if experiment.scale == "cpu":
+        notes.append(
+            "Scaled down from the paper (W 500 to 48, d 512 to 96, BPE cut to the task's tokens); H / W is kept, and "
+            "paper values stand at cells of the same H / W. They compare shapes, not levels."
+        )
+    return notes
