@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import gc
+import os
+import re
 import shlex
 import sys
+import typing
 import warnings
-from dataclasses import dataclass
+from argparse import SUPPRESS
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
 TABLES = {
-    "lsar.table1": "Treasure Hunt: item and passcode recalled over distractors, the prompt outside the window (LS-AR Table 1, Fig. 4)",
+    "lsar.table1": "Treasure Hunt: item and passcode recalled after the prompt left the window (LS-AR Table 1, Fig. 4)",
 }
 COSTS = {
     "lsar.table1": {
@@ -50,25 +55,21 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         if words[0] not in commands:
-            _fail(f"unknown command {words[0]!r}{_nearest(words[0], commands)}; see sidestream --help")
+            raise ValueError(f"unknown command {words[0]!r}{_nearest(words[0], commands)}; see sidestream --help")
         return commands[words[0]](words[1:])
-    except _Mistake as error:
-        print(f"sidestream: {error}", file=sys.stderr)
-        return 2
     except ValueError as error:
-        print(f"sidestream: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _complain(error)
+    except OSError as error:
+        return _complain(f"{error.filename or 'a file'}: {error.strerror or error}")
     except KeyboardInterrupt:
-        print("\nsidestream: stopped; run the same command with --resume to go on", file=sys.stderr)
+        after = "; run the same command with --resume to go on" if words[0] == "run" else ""
+        print(f"\nsidestream: stopped{after}", file=sys.stderr)
         return 130
 
 
-class _Mistake(Exception):
-    pass
-
-
-def _fail(message: str) -> NoReturn:
-    raise _Mistake(message)
+def _complain(what: object) -> int:
+    print(f"sidestream: {' '.join(str(what).split())}", file=sys.stderr)
+    return 2
 
 
 def _nearest(word: str, known: Any) -> str:
@@ -79,89 +80,72 @@ def _nearest(word: str, known: Any) -> str:
 # ---------------------------------------------------------------- run
 
 
-@dataclass(frozen=True)
-class _Plan:
-    out: str
-    resume: bool
-
-
-class _Parser(ArgumentParser):
-    """Turns a parser's complaint into one line, with the nearest field's name."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-        line = " ".join(str(message).split())
-        for word in line.replace(",", " ").split():
-            name = word.strip("'\"").split("=")[0]
-            if name.startswith("--") and "nrecognized" in line:
-                options = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
-                _fail(f"unknown field {name}{_nearest(name, options)}; see sidestream run TABLE --help")
-        _fail(line)
-
-
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print("usage: sidestream run TABLE [--scale smoke|cpu|paper] [--seed K] [--out DIR] [--resume] [--FIELD VALUE ...]")
-        print("\n" + _table_lines())
+        print("usage: sidestream run TABLE [--scale smoke|cpu|paper] [--FIELD VALUE ...] [--out DIR] [--resume]")
+        print(f"\n{_table_lines()}\n\n`sidestream run TABLE --help` lists every field of that table.")
         return 0
     name = words[0]
     if name not in TABLES:
-        _fail(f"unknown table {name!r}{_nearest(name, TABLES)}; see sidestream tables")
-    scale = _peek(words[1:], "--scale") or "smoke"
-    if scale not in SCALES:
-        _fail(f"unknown scale {scale!r}{_nearest(scale, SCALES)}; use smoke, cpu or paper")
+        raise ValueError(f"unknown table {name!r}{_nearest(name, TABLES)}; see sidestream tables")
+    scale = _scale(words[1:])
     _quiet()
     from sidestream.papers import lsar
+    from sidestream.papers.experiment import from_json
 
-    experiment = lsar.table1(scale)  # type: ignore[arg-type]
-    parser = _Parser(prog=f"sidestream run {name}", description=TABLES[name], default_env=False)
-    parser.add_argument("--config", action="config", help="read settings from a YAML or JSON file")
-    parser.add_class_arguments(type(experiment), fail_untyped=False, skip={"table"})
-    parser.add_argument("--out", type=str | None, default=None, help="run directory (default: runs/TABLE/SCALE-seedK)")
-    parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
-    parser.set_defaults({k: v for k, v in _nested(experiment).items() if k != "table"})
-    parsed = parser.parse_args(words[1:])
-    settings = parsed.clone()
-    for extra in ("out", "resume", "config"):
-        settings.pop(extra, None)
-    experiment = _build(type(experiment), settings)
-    out = Path(parsed.out or f"runs/{name}/{scale}-seed{experiment.seed}")
+    parser = _parser(name, lsar.table1(scale))  # type: ignore[arg-type]
+    settings = parser.parse_args(words[1:]).as_dict()
+    extras = {extra: settings.pop(extra) for extra in ("config", "out", "resume", "jobs")}
+    for field, value in (("table", name), ("scale", scale)):
+        if settings[field] != value:
+            raise ValueError(f"{field} is {settings[field]!r} in the settings given, and {value!r} on the command line")
+    if extras["jobs"] is not None and extras["jobs"] < 1:
+        raise ValueError(f"jobs is {extras['jobs']}; it must be at least 1")
+    experiment = from_json(lsar.Table1, settings)
     _warn_of_cost(experiment)
-    command = "sidestream run " + shlex.join(word for word in words if word != "--resume")
-    return _execute(lsar.run_table1, experiment, out, command=command, resume=parsed.resume)
+    gc.freeze()  # every stage's Trainer collects garbage; torch's own objects need not be looked at each time
+    return _execute(
+        lsar.run_table1,
+        experiment,
+        Path(extras["out"] or f"runs/{name}/{scale}-seed{experiment.seed}"),
+        command="sidestream run " + shlex.join(word for word in words if word != "--resume"),
+        resume=extras["resume"],
+        jobs=extras["jobs"],
+    )
 
 
-def _execute(run: Any, experiment: Any, out: Path, *, command: str, resume: bool) -> int:
+def _execute(run: Any, experiment: Any, out: Path, **options: Any) -> int:
+    from concurrent.futures.process import BrokenProcessPool
+
     from sidestream.papers.report import write_report
     from sidestream.training.loop import TrainingStopped
 
     try:
-        results = run(experiment, out, command=command, resume=resume)
-    except TrainingStopped as error:
-        _fail(str(error))
+        results = run(experiment, out, **options)
+        page = write_report(out)
     except OSError as error:
-        _fail(f"{error.filename or out}: {error.strerror}; finished stages are kept, run again with --resume")
-    page = write_report(out)
+        return _complain(
+            f"{error.filename or out}: {error.strerror or error}; finished stages are kept, run again with --resume"
+        )
+    except TrainingStopped as error:
+        return _complain(error)
+    except BrokenProcessPool:
+        return _complain("a worker process died (out of memory?); go on with --resume, and --jobs 1 to need less")
     _print_table(results)
     print(f"report  {page}\nresults {out / 'results.json'}")
     return 0
 
 
-def _build(kind: type, settings: Namespace) -> Any:
-    from sidestream.papers.experiment import from_json
-
-    return from_json(kind, _plain(settings.as_dict()))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _nested(experiment: Any) -> dict[str, Any]:
-    from sidestream.papers.experiment import to_json
-
-    return to_json(experiment)
+def _scale(words: list[str]) -> str:
+    """The scale asked for: its numbers are the defaults of every other field."""
+    given, file = _peek(words, "--scale"), _peek(words, "--config")
+    in_file = _read_config(file).get("scale") if file else None
+    if given and in_file and given != in_file:
+        raise ValueError(f"{file} holds settings of scale {in_file}, and --scale says {given}; leave one of them out")
+    scale = given or in_file or "cpu"
+    if scale not in SCALES:
+        raise ValueError(f"unknown scale {scale!r}{_nearest(str(scale), SCALES)}; use smoke, cpu or paper")
+    return scale
 
 
 def _peek(words: list[str], option: str) -> str | None:
@@ -173,28 +157,124 @@ def _peek(words: list[str], option: str) -> str | None:
     return None
 
 
+def _read_config(file: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not a YAML or JSON file ({error})") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file}: not a file of settings; `sidestream run TABLE --print_config` writes one")
+    return settings
+
+
+class _Parser(ArgumentParser):
+    """Turns the library's complaints into one line that names the field, what it takes and what was given."""
+
+    types: dict[str, Any]
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        line = " ".join(str(message).split())
+        wrong = re.search(r'Parser key "([\w.]+)": .*?Got value: (.*)', line)
+        if wrong and wrong[1] in self.types:
+            raise ValueError(f"--{wrong[1]} must be {_words(self.types[wrong[1]])}; got {wrong[2]!r}")
+        unknown = re.search(r"nrecognized arguments: --([\w.]+)|(?:Key|Option) [\"']([\w.]+)[\"'] is not", line)
+        if unknown:
+            name = unknown[1] or unknown[2]
+            near = _nearest(f"--{name}", [f"--{known}" for known in self.types])
+            raise ValueError(f"unknown field --{name}{near}; `{self.prog} --help` lists them")
+        raise ValueError(f"{line}; see `{self.prog} --help`")
+
+
+def _parser(name: str, experiment: Any) -> _Parser:
+    """Every field of the experiment as an option, nested ones with a dot, its values as the defaults."""
+    parser = _Parser(
+        prog=f"sidestream run {name}",
+        usage=f"sidestream run {name} [--scale smoke|cpu|paper] [--FIELD VALUE ...] [--out DIR] [--resume]",
+        description=f"{TABLES[name]}. Defaults shown are those of scale {experiment.scale}; lists are written '[a,b]'.",
+        default_env=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", action="config", help="read fields from a YAML or JSON file (a run's experiment.json)"
+    )
+    parser.add_argument("--out", type=str | None, default=None, help="run directory; null: runs/TABLE/SCALE-seedK")
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
+    parser.add_argument("--jobs", type=int | None, default=None, help="arms trained side by side; null: one a CPU core")
+    parser.types = {"out": str | None, "jobs": int | None}
+    _add_fields(parser, experiment, "", "fields")
+    return parser
+
+
+def _add_fields(parser: _Parser, values: Any, prefix: str, title: str) -> None:
+    from docstring_parser import parse_from_object
+
+    from sidestream.papers.experiment import to_json
+
+    hints = typing.get_type_hints(type(values))
+    docs = {
+        entry.arg_name: " ".join((entry.description or "").split()) for entry in parse_from_object(type(values)).params
+    }
+    plain = to_json(values)
+    group = parser.add_argument_group(title)
+    for name in (field.name for field in fields(values)):
+        if is_dataclass(hints[name]):
+            about = f"{prefix}{name}: {docs[name].rstrip('.')}"
+            _add_fields(parser, getattr(values, name), f"{prefix}{name}.", about)
+            continue
+        if prefix + name == "table":  # said already, but a run's experiment.json has it
+            group.add_argument("--table", type=str, default=plain[name], help=SUPPRESS)
+            continue
+        parser.types[prefix + name] = hints[name]
+        about = docs[name].replace("`", "")
+        group.add_argument(f"--{prefix}{name}", type=hints[name], default=plain[name], help=about)
+
+
+def _words(kind: Any) -> str:
+    """A field's type in words."""
+    inner = [argument for argument in typing.get_args(kind) if argument not in (type(None), ...)]
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(map(str, inner))
+    if typing.get_origin(kind) is tuple:
+        return f"a list, each {_words(inner[0])}, written '[a,b]'"
+    if inner:
+        return f"{_words(inner[0])} or null"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
+
+
 def _warn_of_cost(experiment: Any) -> None:
     import torch
 
     if experiment.scale == "paper" and not torch.cuda.is_available():
-        # 6 FLOP a parameter and token, without the embeddings; 100 GFLOP/s is a good 2-core CPU.
-        hours = 0.0
-        blocks = 12 * experiment.encoder.width**2
-        for loop, layers in (
-            (experiment.stage1, experiment.encoder.layers + experiment.baseline.layers),
-            (experiment.stage3, experiment.encoder.layers * (len(experiment.arms) - 1) + experiment.baseline.layers),
-        ):
-            hours += 6 * blocks * layers * loop.steps * loop.batch_size * experiment.window / 1e11 / 3600
+        hours = f"{_cpu_hours(experiment):,.0f} hours"
         print(
-            f"sidestream: warning: no GPU here; the paper scale would take about {hours:,.0f} hours on this CPU "
-            "(--scale cpu takes minutes)",
+            f"sidestream: warning: no GPU here; the paper scale would take about {hours} on this CPU (--scale cpu "
+            "takes minutes)",
             file=sys.stderr,
         )
 
 
-def _quiet() -> None:
-    import os
+def _cpu_hours(experiment: Any) -> float:
+    """A rough guess: 6 FLOP a parameter and token, at the 100 GFLOP/s of a good pair of cores."""
 
+    def flops(model: Any, loop: Any, *, head: bool) -> float:
+        # 12 D^2 weights a block; GPT-2's vocabulary where every position is scored.
+        parameters = 12 * model.width**2 * model.layers + 50257 * model.width * head
+        return 6 * parameters * loop.steps * loop.batch_size * experiment.window
+
+    conditioned = [arm for arm in experiment.arms if arm != "baseline"]
+    total = sum(flops(experiment.encoder, experiment.stage3, head=arm == "static_faithful") for arm in conditioned)
+    if conditioned:
+        total += flops(experiment.encoder, experiment.stage1, head=True)
+    if "baseline" in experiment.arms:
+        total += flops(experiment.baseline, experiment.stage1, head=True)
+        total += flops(experiment.baseline, experiment.stage3, head=False)
+    return total / 1e11 / 3600
+
+
+def _quiet() -> None:
+    """What libraries say on import and at every step is not for the user of this command."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
@@ -230,7 +310,7 @@ def _table_lines() -> str:
 
 def _tables(words: list[str]) -> int:
     if words and words[0] not in ("-h", "--help"):
-        _fail(f"tables takes no arguments, got {words[0]!r}")
+        raise ValueError(f"tables takes no arguments, got {words[0]!r}")
     print(_table_lines())
     return 0
 

@@ -67,8 +67,8 @@ class GoalEncoder(nn.Module):
 
     .. math:: P_0 = E_{pred}(\mathrm{MeanPool}(E_{base}(g)))
 
-    `E_pred` is a 3-layer MLP with GELU (LS-AR, section 3.1). `E_base` is a causal LM and lives outside: this module takes
-    its hidden states, so it works with any model, or with none.
+    `E_pred` is a 3-layer MLP with GELU (LS-AR, section 3.1). `E_base` is a causal LM and lives outside: this module
+    takes its hidden states, so it works with any model, or with none.
     """
 
     def __init__(self, config: GoalConfig) -> None:
@@ -76,6 +76,7 @@ class GoalEncoder(nn.Module):
         assert config.encoder_width is not None
         # CHOICE(LS-AR, 3.1): hidden width 4 x d; the paper names three layers and no widths.
         hidden = config.encoder_hidden or 4 * config.width
+        self.width = config.width
         self.predictor = nn.Sequential(
             nn.Linear(config.encoder_width, hidden),
             nn.GELU(),
@@ -151,7 +152,7 @@ class GoalTracker(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.alpha = nn.Parameter(torch.zeros(()))
 
-    def step(self, state: LatentState, trigger_state: Float[Tensor, "B E"], fires: Bool[Tensor, "B"]) -> LatentState:
+    def step(self, state: LatentState, trigger_state: Float[Tensor, "B E"], fires: Bool[Tensor, " B"]) -> LatentState:
         """One token: rows where `fires` take an update, the others keep their vector and history."""
         history, count = self._history(state, trigger_state)
         shifted = torch.cat([history[:, 1:], trigger_state.unsqueeze(1)], dim=1)  # (B, S, E)

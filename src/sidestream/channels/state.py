@@ -36,7 +36,7 @@ class LatentState:
     """The goal vector in force: P0 of a static goal, the latest P_t of a tracked one."""
     history: Float[Tensor, "B S E"] | None = None
     """The tracker's last S trigger states s_i, oldest first; None for a static goal."""
-    history_count: Int[Tensor, "B"] | None = None
+    history_count: Int[Tensor, " B"] | None = None
     """How many trigger states each row has seen (the valid ones are the last min(count, S) of `history`)."""
     terms: Float[Tensor, "B 1 L 2 D"] | None = field(default=None, init=False)
     """FiLM terms of a static `goal`, projected once; None until a channel folds them. Not an argument, so that
@@ -47,7 +47,7 @@ class LatentState:
         """B, the number of rows."""
         return self.goal.shape[0]
 
-    def select(self, rows: Int[Tensor, "M"]) -> LatentState:
+    def select(self, rows: Int[Tensor, " M"]) -> LatentState:
         """Rows by index, in that order (beam reordering, dropping finished rows)."""
         return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 

@@ -27,4 +27,9 @@ def project(states: np.ndarray, labels: Sequence[str], *, seed: int, perplexity:
     perplexity = min(perplexity, (len(states) - 1) / 3)
     xy = TSNE(perplexity=perplexity, random_state=seed, init="pca").fit_transform(states)
     silhouette = float(silhouette_score(states, list(labels))) if 1 < len(set(labels)) < len(labels) else 0.0
-    return {"xy": [[round(float(v), 3) for v in row] for row in xy], "label": list(labels), "silhouette": silhouette}
+    return {
+        "xy": [[round(float(v), 3) for v in row] for row in xy],
+        "label": list(labels),
+        "silhouette": silhouette,
+        "perplexity": perplexity,
+    }

@@ -1,8 +1,8 @@
 """Attach channels to a Hugging Face causal LM by hooks, and take them off again without a trace.
 
 One forward pass: `AttachedLM.forward` turns the goal into a state. Without a cache it computes the FiLM terms and calls
-the wrapped model. With a `LatentCache`, which is also how `generate` calls, the hook `_before_forward` computes them from
-the state on the cache. Either way `_film_hook` applies them at each block's MLP input.
+the wrapped model. With a `LatentCache`, which is also how `generate` calls, the hook `_before_forward` computes them
+from the state on the cache. Either way `film_hook` applies them at each block's MLP input.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class AttachedLM(nn.Module):
         self.sites = sites
         self.tokenizer = tokenizer
         triggers = torch.tensor(channel.config.trigger_ids, dtype=torch.long, device=lm.device)
+        self._triggers: Tensor
         self.register_buffer("_triggers", triggers, persistent=False)
         self._hooks: list[Any] = []
         for block, site in enumerate(sites):
@@ -89,7 +90,7 @@ class AttachedLM(nn.Module):
         """Turn prompts into the latent state that starts a rollout.
 
         Args:
-            goal: (B, T) token ids, lists of ids of any lengths, or text (needs a tokenizer); a `LatentState` passes through.
+            goal: (B, T) token ids, lists of ids of any lengths, or text (needs a tokenizer). A `LatentState` passes.
             attention_mask: (B, T), 0 at padding. Lists and text are padded and masked here.
 
         Returns:
@@ -139,20 +140,20 @@ class AttachedLM(nn.Module):
     ) -> Any:
         """The wrapped model's forward with the channel in force.
 
-        Positions of padded rows are counted from the mask, as `generate` does, so that every row gives what it gives alone.
+        Positions of padded rows are counted from the mask, as `generate` does: every row gives what it gives alone.
 
         Args:
             input_ids: (B, T) tokens.
-            goal: as for `encode_goal`, one per row or one for all; None leaves the channel closed, or continues the state
-                that a `LatentCache` carries.
+            goal: as for `encode_goal`, one per row or one for all; None leaves the channel closed, or continues the
+                state that a `LatentCache` carries.
             goal_attention_mask: mask of goals given as token ids.
             attention_mask: (B, T) 0 at padding; with a cache (B, past + T).
-            **kwargs: anything the wrapped model takes. Given a `LatentCache`, the state after these tokens is on it. Under
-                a window the logits are those of the last min(T, W) tokens.
+            **kwargs: anything the wrapped model takes. Given a `LatentCache`, the state after these tokens is on it.
+                Under a window the logits are those of the last min(T, W) tokens.
 
         Raises:
-            ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, or gradient checkpointing
-                in a form that would give wrong gradients.
+            ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, or gradient
+                checkpointing in a form that would give wrong gradients.
         """
         old_name = kwargs.pop("past_key_values", None)
         cache = kwargs.pop("cache", None)
@@ -204,13 +205,13 @@ class AttachedLM(nn.Module):
             goal: as for `encode_goal`, one per row or one for all; None generates from the base model, or continues the
                 state on a `LatentCache` passed as the cache.
             goal_attention_mask: mask of goals given as token ids.
-            window: W, the number of last tokens the text channel sees (`new_cache` picks the position policy), or a `Window`.
+            window: W, how many last tokens the text channel sees (`new_cache` picks the policy), or a `Window`.
             **kwargs: whatever `generate` takes. With `return_dict_in_generate=True` the returned cache is the
                 `LatentCache`; pass it back to continue the rollout with its state.
 
         Raises:
-            ValueError: use_cache=False, a window for a cache that exists, goals that do not fit the rows, or a text shorter
-                than what the cache holds.
+            ValueError: use_cache=False, a window for a cache that exists, goals that do not fit the rows, or a text
+                shorter than what the cache holds.
         """
         old_name = kwargs.pop("past_key_values", None)
         cache = kwargs.pop("cache", None)
@@ -226,15 +227,13 @@ class AttachedLM(nn.Module):
                 cache.latent = self._start(goal, goal_attention_mask, input_ids)
         if isinstance(cache, LatentCache):
             if kwargs.get("use_cache") is False:
-                raise ValueError(
-                    "the latent state rides on the cache: leave use_cache on, or call model(...) in a loop"
-                )
+                raise ValueError("the state rides on the cache: leave use_cache on, or call model(...) in a loop")
             kwargs["use_cache"] = True  # the model's own configuration may have it off, as training scripts do
             past = cache.get_seq_length()
             if past and kwargs.get("attention_mask") is None and input_ids is not None and input_ids.shape[1] <= past:
                 raise ValueError(
-                    f"the cache holds {past} tokens and input_ids {input_ids.shape[1]}: to continue, pass the whole text so "
-                    "far followed by the new tokens"
+                    f"the cache holds {past} tokens and input_ids {input_ids.shape[1]}: to continue, pass the whole "
+                    "text so far followed by the new tokens"
                 )
         if cache is not None:
             kwargs[CACHE_NAME] = cache
@@ -250,12 +249,11 @@ class AttachedLM(nn.Module):
         """
         table = learned_positions(self.lm)
         name = type(self.lm).__name__
+        rotary = table is None and takes(self.lm, "position_ids")  # ALiBi models take none
         if isinstance(window, int):
-            window = Window(
-                size=window, policy="rolling" if table is None and takes(self.lm, "position_ids") else "reindex"
-            )
+            window = Window(size=window, policy="rolling" if rotary else "reindex")
         if window is not None:
-            if window.policy == "rolling" and (table is not None or not takes(self.lm, "position_ids")):
+            if window.policy == "rolling" and not rotary:
                 kind = "learned absolute" if table is not None else "no rotary"
                 raise ValueError(f"{name} has {kind} positions, which 'rolling' cannot keep; use 'reindex'")
             if table is not None and window.size > table:
@@ -301,6 +299,8 @@ class AttachedLM(nn.Module):
             return self.channel.advance(state)
         if input_ids is None:
             raise ValueError("a dynamic goal channel finds its triggers by token id: pass input_ids, not inputs_embeds")
+        if mask is not None and mask.dim() != 2:
+            raise ValueError(f"a dynamic goal channel needs a (B, T) attention_mask; got {tuple(mask.shape)}")
         if cache is not None and cache.encoder is None:
             size = None if cache.window is None else cache.window.encoder_size
             window = None if size is None else Window(size=size, policy="rolling")
@@ -317,17 +317,21 @@ class AttachedLM(nn.Module):
         cache = _cache_of(kwargs)
         if not isinstance(cache, LatentCache):
             return None
-        ids, mask = kwargs.get("input_ids", args[0] if args else None), kwargs.get("attention_mask")
+        ids: Any = kwargs.get("input_ids", args[0] if args else None)
+        mask = kwargs.get("attention_mask")
         if cache.window is not None:
-            if ids is None:
-                raise ValueError("a window counts tokens: pass input_ids, not inputs_embeds")
+            if ids is None or (mask is not None and mask.dim() != 2):
+                raise ValueError(
+                    "a window counts tokens: pass input_ids, not inputs_embeds, and a (B, T) attention_mask"
+                )
             if kwargs.get("labels") is not None:
                 raise ValueError("labels with a windowed cache: crop the text to the window and train on that instead")
             if cache.window.policy == "rolling":
                 # Pieces of W keep the keys at 2 W at most; the stock cache would hold the whole prompt for a moment.
                 *heads, (ids, mask) = chunks(ids, mask, cache.window.size)
+                options = {CACHE_NAME: cache, "use_cache": True, **self._last_logits(1)}
                 for head_ids, head_mask in heads:
-                    self.lm(input_ids=head_ids, attention_mask=head_mask, **{CACHE_NAME: cache}, **self._last_logits(1))
+                    self.lm(input_ids=head_ids, attention_mask=head_mask, **options)
         terms = None
         if cache.latent is not None:
             cache.expand_latent(ids.shape[0] if ids is not None else kwargs["inputs_embeds"].shape[0])
@@ -335,6 +339,7 @@ class AttachedLM(nn.Module):
         if cache.window is None:
             cache.running = put_in_force(terms)
             return None
+        assert ids is not None
         by_token = self.channel.tracker is not None
         feed, fed_terms = feed_for(self.lm, cache, ids, mask, terms if by_token else None)
         cache.running = put_in_force(fed_terms if by_token else terms)
@@ -346,7 +351,7 @@ class AttachedLM(nn.Module):
     # ---------------------------------------------------------------- training
 
     def train(self, mode: bool = True) -> AttachedLM:
-        """As `nn.Module.train`; the frozen encoder stays in evaluation mode, or its dropout would make one goal many."""
+        """As `nn.Module.train`, but the encoder stays in evaluation mode: its dropout would make one goal many."""
         super().train(mode)
         if self.encoder is not None:
             self.encoder.eval()
@@ -380,7 +385,7 @@ class AttachedLM(nn.Module):
         return self.lm
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the channel's weights (safetensors) and its settings (JSON): not the base model, only its fingerprint."""
+        """Write the channel's weights (safetensors) and settings (JSON): not the base model, only its fingerprint."""
         from sidestream.lm.saving import save_channel
 
         save_channel(self, Path(directory))
@@ -404,8 +409,8 @@ def attach(
         sites: one module name per block, to override the search.
 
     Raises:
-        ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does not
-            fit the models.
+        ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does
+            not fit the models.
     """
     found = list(sites) if sites is not None else film_sites(lm)
     for site in found:
@@ -416,9 +421,7 @@ def attach(
         if any(getattr(hook, "func", None) is film_hook for hook in hooks):
             raise ValueError("this model already carries a channel; call detach() on the attached model first")
     if encoder is lm:
-        raise ValueError(
-            "the encoder is the model itself, which attach would freeze; leave encoder out to share the model"
-        )
+        raise ValueError("the encoder is the model itself, which attach would freeze; leave encoder out to share it")
     reader = encoder if encoder is not None else lm
     config = goal.sized(
         encoder_width=text_config(reader).hidden_size, model_width=text_config(lm).hidden_size, num_blocks=len(found)

@@ -19,6 +19,9 @@ class Backbone:
     """Attention heads; the paper does not say."""
 
     def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} does not divide by heads {self.heads}; change one")
 

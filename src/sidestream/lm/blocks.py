@@ -1,8 +1,8 @@
 """Where a Hugging Face decoder keeps its blocks, and where FiLM acts in each: the input of the MLP, found by role.
 
-FiLM belongs after attention, before the MLP, on the output of the block's second norm (LS-AR, Figure 3). That point is the
-MLP's input. Finding it by the MLP's role, not by the norm's name, matters: `post_attention_layernorm` is the right norm in
-Llama and the wrong one in Gemma 2/3, OLMo 2 and EXAONE 4, and Phi, GPT-J and Falcon have no such norm at all.
+FiLM belongs after attention, before the MLP, on the output of the block's second norm (LS-AR, Figure 3). That point is
+the MLP's input. Finding it by the MLP's role, not by the norm's name, matters: `post_attention_layernorm` is the right
+norm in Llama and the wrong one in Gemma 2/3, OLMo 2 and EXAONE 4, and Phi, GPT-J and Falcon have no such norm at all.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def decoder_blocks(lm: nn.Module) -> tuple[str, nn.ModuleList]:
     Raises:
         ValueError: the model has no such list.
     """
-    config = getattr(lm, "config", None)
-    depth = getattr(text_config(lm), "num_hidden_layers", None) if config is not None else None
+    depth = getattr(text_config(lm), "num_hidden_layers", None) if hasattr(lm, "config") else None
     found = [
         (name.count("."), name, module)
         for name, module in lm.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == depth
     ]
     if not found:
+        count = "" if depth is None else f"{depth} "
         raise ValueError(
-            f"{type(lm).__name__} has no list of {depth} decoder blocks to attach to; name the modules that take the FiLM "
-            "terms with attach(..., sites=[...])"
+            f"{type(lm).__name__} has no list of {count}decoder blocks to attach to; name the modules that take the "
+            "FiLM terms with attach(..., sites=[...])"
         )
     _, name, blocks = min(found, key=lambda entry: entry[:2])
     return name, blocks
@@ -55,34 +55,32 @@ def decoder_blocks(lm: nn.Module) -> tuple[str, nn.ModuleList]:
 def film_sites(lm: nn.Module) -> list[str]:
     """One module name per block whose input FiLM modulates, in block order.
 
-    A block's MLP is its first child, in order of definition, that is not attention and holds matrices: `mlp` or `ffn` in
-    most families, a mixture of experts in some, the first of two bare linear layers in OPT.
+    A block's MLP is its child of that name (`mlp`, `ffn`, `feed_forward`, a mixture of experts), or the first of bare
+    linear layers (OPT's `fc1`).
 
     Raises:
-        ValueError: a block has no such child; names the model class and the way out.
+        ValueError: a block has no such child or several; names the model class and the way out.
     """
     prefix, blocks = decoder_blocks(lm)
     sites = []
     for index, block in enumerate(blocks):
-        mlp = next((name for name, child in block.named_children() if _is_mlp(name, child)), None)
-        if mlp is None:
+        children = {name: child for name, child in block.named_children() if _has_matrices(child)}
+        found = [name for name in children if any(word in name.lower() for word in _MLP_NAMES)]
+        found = found or [name for name, child in children.items() if isinstance(child, nn.Linear | Conv1D)][:1]
+        if len(found) != 1:
             raise ValueError(
-                f"no FiLM site in block {index} of {type(lm).__name__} ({type(block).__name__} has no MLP that can be told "
-                "from its attention); name one module per block with attach(..., sites=[...])"
+                f"no FiLM site in block {index} of {type(lm).__name__}: {type(block).__name__} has "
+                f"{' and '.join(found) or 'no MLP'}; name one module per block with attach(..., sites=[...])"
             )
-        sites.append(f"{prefix}.{index}.{mlp}")
+        sites.append(f"{prefix}.{index}.{found[0]}")
     return sites
 
 
-def _is_mlp(name: str, module: nn.Module) -> bool:
-    words = f"{name} {type(module).__name__}".lower()
-    if "attn" in words or "attention" in words or "norm" in words:
-        return False
-    return any(
-        isinstance(child, nn.Linear | Conv1D) or parameter_rank >= 2
-        for child in module.modules()
-        for parameter_rank in [max((p.dim() for p in child.parameters(recurse=False)), default=0)]
-    )
+_MLP_NAMES = ("mlp", "ffn", "feed_forward", "feedforward", "moe")
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return any(parameter.dim() >= 2 for parameter in module.parameters())
 
 
 def learned_positions(lm: nn.Module) -> int | None:

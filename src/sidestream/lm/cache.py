@@ -1,8 +1,8 @@
 """A KV cache that carries the latent state, and the window the text channel sees.
 
 The state rides on the cache because everything that moves a rollout moves its cache: beam search reorders it,
-`num_return_sequences` repeats it, a second turn continues it. Hidden in keyword arguments or module attributes the state
-would miss all three.
+`num_return_sequences` repeats it, a second turn continues it. Hidden in keyword arguments or module attributes the
+state would miss all three.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ from sidestream.channels import LatentState
 from sidestream.lm.blocks import takes, text_config
 
 # transformers 5.24 renamed the keyword and the output field `past_key_values` to `cache`.
-CACHE_NAME = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
+_ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters  # pyright: ignore
+CACHE_NAME = "cache" if "cache" in _ARGUMENTS else "past_key_values"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +37,13 @@ class Window:
     """W, in tokens."""
     policy: Literal["reindex", "rolling"]
     """`reindex`: drop the oldest token and encode the rest anew at positions 0..W-1. Exact for every model, needed by
-    learned positions, and nothing older than W tokens can influence a logit. Costs a W-token forward per token once full.
+    learned positions, and no text older than W can influence a logit. Costs a W-token forward per token once full.
     `rolling`: keep the keys and values of the last W tokens at their true positions, as sliding-window attention does.
     One token per step, for rotary models. A kept key was computed when older tokens were still visible, so through L
-    blocks traces reach back up to L x W tokens."""
+    blocks traces reach back up to L x W tokens; and float32 angles lose about three digits by position 100,000."""
     encoder_size: int | None = None
-    """Tokens that E_base sees when a dynamic channel reads its triggers (always `rolling`). None: the whole text, as the
-    tracker was trained; the encoder's keys then grow with the text, by 2 x E floats a block and token."""
+    """Tokens that E_base sees when a dynamic channel reads the text (always `rolling`). None: the whole text, as the
+    tracker was trained; the encoder's keys and values then grow with the text, token by token."""
 
     def __post_init__(self) -> None:
         for name in ("size", "encoder_size"):
@@ -75,14 +72,13 @@ class LatentCache(DynamicCache):
         self.latent = latent
         self.window = window
         self.encoder: LatentCache | None = None
-        """The encoder's own cache, for a dynamic channel: what makes a trigger cost the same at any position."""
+        """The encoder's own cache, for a dynamic channel: what makes a trigger cost the same at any position. It is
+        made when the first goal is set, and reads the text from there on."""
         self.running: Any = None
         """Set by the attached model while one of its forwards writes to this cache."""
         self._config = config
         self._tokens: Tensor | None = None  # (B, <= W): what a reindexed window holds
-        self._terms: Tensor | None = (
-            None  # (B, <= W, L, 2, D): the FiLM terms of those tokens, where they differ by token
-        )
+        self._terms: Tensor | None = None  # (B, <= W, L, 2, D): their FiLM terms, where these differ by token
         self._mask: Tensor | None = None  # (B, columns held): 0 at padding
         self._positions: Tensor | None = None  # (B,): real tokens seen, per row
         self._seen = 0
@@ -110,7 +106,7 @@ class LatentCache(DynamicCache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen so far. During a forward under `reindex`, the keys really held: the model numbers its masks by it."""
+        """Tokens seen so far. During a forward under `reindex`, the keys held: the model sizes its masks by it."""
         if self.window is not None and self.window.policy == "reindex" and self.running is None:
             return self._seen
         return super().get_seq_length(layer_idx)
@@ -184,7 +180,7 @@ class LatentCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow beam search: keys, values, window and latent rows take the beams' order."""
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
         if self.encoder is not None:
             self.encoder.reorder_cache(beam_idx)
@@ -218,10 +214,8 @@ class LatentCache(DynamicCache):
 
     def nbytes(self) -> int:
         """Bytes of memory held for the rollout: keys, values, window, latent state, the encoder's cache."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._tensors()
-        }
-        return sum(storages.values())
+        storages = [tensor.untyped_storage() for tensor in self._tensors()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def _tensors(self) -> Iterator[Tensor]:
         held = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
@@ -271,8 +265,8 @@ def _attention_for(config: PretrainedConfig, allowed: Tensor, dtype: torch.dtype
     """
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
-            f"a rolling window needs attention 'sdpa' or 'eager', the model has {config._attn_implementation!r}; load it "
-            "with attn_implementation='sdpa' or use the policy 'reindex'"
+            f"a rolling window needs attention 'sdpa' or 'eager', the model has {config._attn_implementation!r}; load "
+            "it with attn_implementation='sdpa' or use the policy 'reindex'"
         )
     own = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["full_attention" if own is None else "sliding_attention"]
@@ -290,7 +284,7 @@ def _attention_for(config: PretrainedConfig, allowed: Tensor, dtype: torch.dtype
 
 
 def _near(mask: Tensor, length: int, size: int) -> Tensor:
-    """(B, 1, T, columns): each of the last `length` columns sees the real tokens among the `size` columns up to itself."""
+    """(B, 1, T, columns): each of the last T columns sees the real tokens among the `size` columns up to itself."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     queries = columns[-length:, None]
     near = (columns <= queries) & (columns > queries - size)

@@ -24,8 +24,8 @@ def greedy(
 ) -> list[list[int]]:
     """Greedy continuations under `reindex`: every token sees the last W tokens at positions 0..W-1, and nothing else.
 
-    Forced tokens older than W can reach no logit under this policy, so they are not run at all: a horizon of 16,384 costs
-    what one of W costs. `generate(window=W)` gives the same tokens, one row or many.
+    Forced tokens older than W can reach no logit under this policy, so they are not run at all: a horizon of 16,384
+    costs what one of W costs. `generate(window=W)` gives the same tokens.
 
     Args:
         model: an `AttachedLM` or a bare causal LM.
@@ -39,6 +39,7 @@ def greedy(
         `new_tokens` ids per row.
     """
     rows: list[list[int]] = [list(ids[-window:]) for ids in forced]
+    head: Any = (model.lm if isinstance(model, AttachedLM) else model).get_output_embeddings()
     for _ in range(new_tokens):
         for start in range(0, len(rows), batch_size):
             part = slice(start, min(start + batch_size, len(rows)))
@@ -46,7 +47,6 @@ def greedy(
             if goal is not None:
                 state = goal.select(torch.arange(part.start, part.stop, device=goal.goal.device))
             states = last_states(model, [row[-window:] for row in rows[part]], goal=state)
-            head = (model.lm if isinstance(model, AttachedLM) else model).get_output_embeddings()
             for row, token in zip(rows[part], head(states).argmax(dim=-1).tolist(), strict=True):
                 row.append(token)
     return [row[-new_tokens:] for row in rows]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sidestream.lm.blocks import learned_positions, takes
+from sidestream.lm.blocks import learned_positions, takes, text_config
 from sidestream.lm.cache import CACHE_NAME, LatentCache, chunks, feed_for, positions_of
 from sidestream.lm.terms import InForce
 
@@ -63,16 +63,16 @@ def read(reader: PreTrainedModel, layer: int, ids: Tensor, mask: Tensor | None, 
 
 
 def _check_table(reader: PreTrainedModel, ids: Tensor, mask: Any) -> None:
-    table = learned_positions(reader)
-    if table is None:
+    longest = ids.shape[1] if mask is None else mask.shape[-1]
+    limit = getattr(text_config(reader), "max_position_embeddings", None)
+    if limit is None or longest <= limit or learned_positions(reader) is None:
         return
-    longest = ids.shape[1] if mask is None else mask.shape[1]
-    if longest > table and mask is not None:
+    if mask is not None:
         longest = int(mask.sum(1).max())  # padding takes no position
-    if longest > table:
+    if longest > limit:
         raise ValueError(
-            f"E_base ({type(reader).__name__}) has learned positions for {table} tokens and is to read {longest}; shorten "
-            "the text, or attach a rotary encoder with Window(encoder_size=...)"
+            f"E_base ({type(reader).__name__}) has learned positions for {limit} tokens and is to read {longest}; "
+            "shorten the text, or attach a rotary encoder with Window(encoder_size=...)"
         )
 
 

@@ -23,37 +23,49 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "channel.safetensors"
 CONFIG_FILE = "sidestream.json"
 _SAMPLES = 256
+_FORMAT = 1
 
 
 def fingerprint(model: nn.Module) -> str:
-    """sha256 over names, shapes and evenly spaced values of all weights: cheap on any size, moved by any training."""
+    """sha256 over names, shapes and evenly spaced values of all weights: cheap on any size, moved by any training.
+
+    Values are rounded to bfloat16, so that a base trained in float32 is known again when it is served in bfloat16.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLES)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)].to("cpu", torch.bfloat16)
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(flat[::step].to("cpu", torch.float32).contiguous().numpy().tobytes())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 
 def save_channel(model: AttachedLM, directory: Path) -> None:
-    """Write both files into `directory`, made if missing."""
+    """Write both files into `directory`, made if missing. Until both are complete, what was there stays."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().contiguous().cpu() for name, tensor in model.channel.state_dict().items()}
-    config = {
-        "format": 1,
-        "goal": asdict(model.channel.config),
-        "sites": model.sites,
-        "base": {
-            "class": type(model.lm).__name__,
-            "name_or_path": model.lm.config.name_or_path,
-            "fingerprint": fingerprint(model.lm),
-        },
-        "encoder": None if model.encoder is None else {"fingerprint": fingerprint(model.encoder)},
-        "transformers": transformers.__version__,
-    }
-    save_file(weights, directory / WEIGHTS_FILE)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    temporary = {name: directory / f"{name}.partial" for name in (WEIGHTS_FILE, CONFIG_FILE)}
+    try:
+        save_file(weights, temporary[WEIGHTS_FILE])
+        config = {
+            "format": _FORMAT,
+            "goal": asdict(model.channel.config),
+            "sites": model.sites,
+            "base": {
+                "class": type(model.lm).__name__,
+                "name_or_path": model.lm.config.name_or_path,
+                "fingerprint": fingerprint(model.lm),
+            },
+            "encoder": None if model.encoder is None else {"fingerprint": fingerprint(model.encoder)},
+            "weights_sha256": _sha256(temporary[WEIGHTS_FILE]),
+            "transformers": transformers.__version__,
+        }
+        temporary[CONFIG_FILE].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, path in temporary.items():
+            path.replace(directory / name)
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
 
 
 def load(
@@ -77,27 +89,30 @@ def load(
     from sidestream.lm.attach import attach
 
     directory = Path(directory)
-    config, weights = _read(directory)
+    config, goal, weights = _read(directory)
+    base = config["base"]
     if lm is None:
-        name = config["base"]["name_or_path"]
-        if not name:
-            raise ValueError(
-                f"{directory} does not name its base model ({config['base']['class']}); pass it: load(dir, lm)"
-            )
-        lm = AutoModelForCausalLM.from_pretrained(name)
+        if not base["name_or_path"]:
+            raise ValueError(f"{directory} does not name its base model ({base['class']}); pass it: load(dir, lm)")
+        try:
+            lm = AutoModelForCausalLM.from_pretrained(base["name_or_path"])
+        except OSError as error:
+            raise ValueError(f"cannot load the base model {base['name_or_path']!r}; pass it: load(dir, lm)") from error
     assert lm is not None
-    if fingerprint(lm) != config["base"]["fingerprint"]:
+    if fingerprint(lm) != base["fingerprint"]:
         raise ValueError(
-            f"{directory} was trained on another base: {config['base']['class']} {config['base']['name_or_path']!r} with "
-            f"other weights than this {type(lm).__name__}; load it onto the model it was trained on"
+            f"{directory} was trained on another base: {base['class']} {base['name_or_path']!r} with other weights "
+            f"than this {type(lm).__name__}; load it onto the model it was trained on"
         )
     if (config["encoder"] is None) != (encoder is None):
         wanted = "a separate encoder; pass encoder=" if encoder is None else "no separate encoder; leave encoder out"
         raise ValueError(f"{directory} was trained with {wanted}")
     if encoder is not None and fingerprint(encoder) != config["encoder"]["fingerprint"]:
         raise ValueError(f"{directory} was trained with another encoder than the one given")
-    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in config["goal"].items()}
-    model = attach(lm, goal=GoalConfig(**settings), encoder=encoder, tokenizer=tokenizer, sites=config["sites"])
+    try:
+        model = attach(lm, goal=goal, encoder=encoder, tokenizer=tokenizer, sites=config["sites"])
+    except ValueError as error:
+        raise ValueError(f"{directory} cannot be attached: {error}") from error
     expected = {name: tensor.shape for name, tensor in model.channel.state_dict().items()}
     if {name: tensor.shape for name, tensor in weights.items()} != expected:
         model.detach()
@@ -106,16 +121,32 @@ def load(
     return model
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(directory: Path) -> tuple[dict[str, Any], GoalConfig, dict[str, torch.Tensor]]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
             raise ValueError(f"{directory} holds no {name}: not a saved channel")
     try:
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        config["goal"], config["sites"], config["base"]["fingerprint"], config["encoder"]
-    except (ValueError, KeyError, TypeError) as error:
+        if config["format"] != _FORMAT:
+            raise ValueError(f"format {config['format']!r}, this version reads {_FORMAT}")
+        settings: dict[str, Any] = {**config["goal"], "trigger_ids": tuple(config["goal"]["trigger_ids"])}
+        goal = GoalConfig(**settings)
+        config["sites"] = list(config["sites"])
+        config["base"] = {name: config["base"][name] for name in ("class", "name_or_path", "fingerprint")}
+        config["encoder"] = config["encoder"] and {"fingerprint": config["encoder"]["fingerprint"]}
+        digest = config["weights_sha256"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory / CONFIG_FILE} is damaged: {error}") from error
+    if _sha256(directory / WEIGHTS_FILE) != digest:
+        raise ValueError(
+            f"{directory / WEIGHTS_FILE} is corrupt, truncated or from another save than its {CONFIG_FILE}"
+        )
     try:
-        return config, load_file(directory / WEIGHTS_FILE)
+        return config, goal, load_file(directory / WEIGHTS_FILE)
     except SafetensorError as error:
-        raise ValueError(f"{directory / WEIGHTS_FILE} is corrupt or truncated: {error}") from error
+        raise ValueError(f"{directory / WEIGHTS_FILE} is not a safetensors file: {error}") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

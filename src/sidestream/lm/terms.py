@@ -1,4 +1,4 @@
-"""The FiLM terms in force while a forward runs: set around it, applied by a hook, restored when a checkpoint recomputes."""
+"""The FiLM terms in force while a forward runs: set around it, applied by a hook, restored for a recomputation."""
 
 from __future__ import annotations
 

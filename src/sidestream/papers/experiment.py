@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import subprocess
+import sys
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -28,7 +30,7 @@ def from_json(kind: type[T], record: Any, *, where: str = "") -> T:
     """The dataclass that `to_json` wrote, equal to the original.
 
     Raises:
-        ValueError: an unknown field, or a value of another type; names the field.
+        ValueError: a field that is unknown, missing, of another type or out of range; names the field.
     """
     return _read(kind, record, where)
 
@@ -38,12 +40,23 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise ValueError(f"{where or 'the experiment'} must be an object, got {value!r}")
         hints = typing.get_type_hints(kind)
-        unknown = set(value) - {field.name for field in fields(kind)}
-        if unknown:
-            raise ValueError(f"unknown field {where + '.' if where else ''}{sorted(unknown)[0]}")
-        return kind(**{name: _read(hints[name], item, f"{where}.{name}".lstrip(".")) for name, item in value.items()})
+        prefix = f"{where}." if where else ""
+        known = {field.name: field.default is dataclasses.MISSING for field in fields(kind)}
+        for name in value:
+            if name not in known:
+                raise ValueError(f"unknown field {prefix}{name}")
+        for name, required in known.items():
+            if required and name not in value:
+                raise ValueError(f"field {prefix}{name} is missing")
+        values = {name: _read(hints[name], item, f"{prefix}{name}") for name, item in value.items()}
+        try:
+            return kind(**values)
+        except ValueError as error:
+            raise ValueError(f"{prefix}{error}") from None
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} is {value!r}; it must be a list")
         return tuple(_read(arguments[0], item, where) for item in value)
     if origin in (typing.Union, types.UnionType):
         if value is None:
@@ -75,7 +88,8 @@ def open_run(directory: Path, experiment: Any, *, resume: bool) -> None:
     """Make the run directory and write experiment.json, or check that the one there belongs to this experiment.
 
     Raises:
-        ValueError: the directory holds another experiment, or this one already while `resume` is off.
+        ValueError: the directory holds another experiment, this one already while `resume` is off, or something else;
+            or it cannot be written.
     """
     record = to_json(experiment)
     path = directory / "experiment.json"
@@ -90,13 +104,46 @@ def open_run(directory: Path, experiment: Any, *, resume: bool) -> None:
         if not resume:
             raise ValueError(f"{directory} already holds this run; add --resume to go on, or choose another --out")
         return
-    if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty and holds no run; choose another --out")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if directory.exists() and any(name.name != f"{path.name}.partial" for name in directory.iterdir()):
+            raise ValueError(f"{directory} is not empty and holds no run; choose another --out")
+        write_whole(path, json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise ValueError(f"cannot write to {directory}: {error.strerror}; choose another --out") from error
+
+
+def record_call(directory: Path, command: str, data_hash: str) -> dict[str, Any]:
+    """Add this call to the run's calls.json and say where the numbers of all its calls together come from.
+
+    Returns:
+        Command, commit, versions, machine and data hash of this call, for results.json; `calls`, how many there were;
+        and `dirty`, true if any of them was, or if they were made at more than one commit.
+
+    Raises:
+        ValueError: the data are not those of the first call.
+    """
+    path = directory / "calls.json"
+    calls = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    calls.append({**provenance(command), "data_hash": data_hash})
+    first, last = calls[0], calls[-1]
+    if last["data_hash"] != first["data_hash"]:
+        raise ValueError(
+            f"the data are not those that {directory} began with (another text in the haystack file, or another "
+            "version of this program); choose another --out"
+        )
+    if last["commit"] != first["commit"]:
+        print(f"{directory} began at commit {first['commit'][:10]}, this is {last['commit'][:10]}", file=sys.stderr)
+    write_whole(path, json.dumps(calls, indent=1) + "\n")
+    dirty = any(call["dirty"] for call in calls) or len({call["commit"] for call in calls}) > 1
+    return {**last, "dirty": dirty, "calls": len(calls)}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is either there in full or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def provenance(command: str) -> dict[str, Any]:
@@ -120,8 +167,6 @@ def provenance(command: str) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Processor, cores and threads in use, accelerator."""
-    import os
-
     import torch
 
     name = platform.processor() or platform.machine()
@@ -141,6 +186,7 @@ def _git_state(folder: Path) -> tuple[str, bool]:
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", ".")  # installed into a folder of somebody else's checkout is not ours
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.CalledProcessError):
         return "unknown", True

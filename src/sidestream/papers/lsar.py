@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +21,9 @@ from sidestream.evaluation.probes import project, treasure_states
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.backbones import Backbone, parameter_count
 from sidestream.lm.text import Vocabulary
-from sidestream.papers.experiment import open_run, provenance, to_json
-from sidestream.papers.results import check_results
+from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
+from sidestream.papers.results import check_results, load_results
+from sidestream.papers.workers import run_arms
 from sidestream.tasks import treasure
 from sidestream.training.batches import RowConfig
 from sidestream.training.loop import LoopConfig
@@ -80,6 +83,8 @@ class Table1:
     """Problems to train on (the paper: 50,000)."""
     test_problems: int = 500
     """Problems for each H (the paper: 500)."""
+    split: Literal["test", "valid"] = "test"
+    """Split to evaluate on. Settings are chosen on `valid`."""
     haystack: str | None = None
     """Text file to take distractor sentences from; None for the built-in bank."""
     vocabulary: Literal["bpe", "subset"] = "bpe"
@@ -100,9 +105,21 @@ class Table1:
     def __post_init__(self) -> None:
         unknown = [arm for arm in self.arms if arm != "baseline" and arm not in STATIC_ARMS]
         if unknown:
-            raise ValueError(f"unknown arm {unknown[0]!r}; use {', '.join(['baseline', *STATIC_ARMS])}")
-        if self.test_problems < 1 or self.train_problems < 1:
-            raise ValueError("train_problems and test_problems must be at least 1")
+            raise ValueError(f"arms names the unknown {unknown[0]!r}; use {', '.join(['baseline', *STATIC_ARMS])}")
+        for name in ("arms", "horizons"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} is {list(values)}; give at least one, each once")
+        for name, least in (("seed", 0), ("window", 1), ("test_problems", 1), ("goal_width", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        most = max(self.stage1.batch_size, self.stage3.batch_size)
+        if self.train_problems < most:
+            raise ValueError(f"train_problems is {self.train_problems}; one batch alone takes {most}")
+        if self.stage2.batch_size < 2:
+            raise ValueError(f"stage2.batch_size is {self.stage2.batch_size}; a variance over rows needs two or more")
+        if self.stage2.gradient_checkpointing:
+            raise ValueError("stage2.gradient_checkpointing is on, but E_pred has no blocks to recompute; turn it off")
 
 
 def table1(scale: Scale) -> Table1:
@@ -163,7 +180,7 @@ def paper_table1(arm: str, metric: str, where: dict[str, Any]) -> float | None:
     """The paper's value for a cell of the same H / W (its H = 128 and 1024 at W = 500), mean of 5 seeds; None where it
     has none. Both LS-AR arms face the paper's one."""
     ratio = where["H"] / where["W"]
-    column = 0 if math.isclose(ratio, 128 / 500, rel_tol=0.05) else 1 if math.isclose(ratio, 1024 / 500, rel_tol=0.05) else None
+    columns = [k for k, paper in enumerate((128 / 500, 1024 / 500)) if math.isclose(ratio, paper, rel_tol=0.05)]
     rows = {
         ("baseline", "item_exact"): (1.0, 0.0),
         ("baseline", "code_token"): (0.398, 0.0),
@@ -171,21 +188,23 @@ def paper_table1(arm: str, metric: str, where: dict[str, Any]) -> float | None:
         ("static", "code_token"): (0.928, 0.844),
     }
     row = rows.get(("static" if arm in ("static", "static_faithful") else arm, metric))
-    return None if row is None or column is None else row[column]
+    return row[columns[0]] if row and columns else None
 
 
-def run_table1(experiment: Table1, directory: Path, *, command: str, resume: bool = False) -> dict[str, Any]:
-    """Train and evaluate every arm into `directory`; returns what it writes to results.json.
+@dataclass(frozen=True)
+class _Table1Data:
+    vocabulary: Vocabulary
+    tests: dict[int, list[treasure.TreasureProblem]]
+    training: list[treasure.TreasureProblem]
 
-    Raises:
-        ValueError: the settings or files given do not fit together; nothing is trained then.
-    """
+
+def _table1_data(experiment: Table1) -> _Table1Data:
     sentences = treasure.load_haystack(experiment.haystack) if experiment.haystack else None
     vocabulary = Vocabulary()
     if experiment.vocabulary == "subset":
         vocabulary = Vocabulary.subset(treasure.vocabulary_texts(sentences))
     tests = {
-        horizon: treasure.problems("test", experiment.test_problems, [horizon], 0, vocabulary.encode, sentences)
+        horizon: treasure.problems(experiment.split, experiment.test_problems, [horizon], 0, vocabulary.encode, sentences)
         for horizon in experiment.horizons
     }
     probe = next(iter(tests.values()))[0]
@@ -198,44 +217,66 @@ def run_table1(experiment: Table1, directory: Path, *, command: str, resume: boo
         vocabulary.encode,
         sentences,
     )
+    return _Table1Data(vocabulary, tests, training)
+
+
+def run_table1(
+    experiment: Table1, directory: Path, *, command: str, resume: bool = False, jobs: int | None = None
+) -> dict[str, Any]:
+    """Train and evaluate every arm into `directory`; returns what it writes to results.json.
+
+    Args:
+        command: the command line, for the record.
+        resume: go on with a run that was stopped; finished stages and arms are kept, a finished run is read again.
+        jobs: arms trained side by side, one thread each; None takes the cores on a CPU and 1 on a GPU.
+
+    Raises:
+        ValueError: the settings or files given do not fit together; nothing is trained then.
+    """
+    data = _table1_data(experiment)
     open_run(directory, experiment, resume=resume)
+    if (directory / "results.json").exists():
+        return load_results(directory / "results.json")
+    problems = [*data.training, *(problem for problems in data.tests.values() for problem in problems)]
+    origin = record_call(directory, command, treasure.data_hash(problems))
     started = time.monotonic()
-    treasure.write_jsonl(tests[experiment.horizons[0]], directory / f"test-H{experiment.horizons[0]}.jsonl", vocabulary.decode)
-    run = _Table1Run(experiment, directory, training, vocabulary, resume)
-    made: list[dict[str, Any]] = []
-    states: dict[str, Any] = {}
-    sizes: dict[str, int] = {}
-    for arm in experiment.arms:
-        model, modules = run.baseline() if arm == "baseline" else run.static(arm, STATIC_ARMS[arm])
-        sizes[arm] = parameter_count(*modules)
-        for horizon, problems in tests.items():
-            goals = run.goals(model, problems)
-            scores = run.scores(arm, horizon, model, problems, goals)
-            made += cells(arm, {"H": horizon, "W": experiment.window}, scores, paper_table1)
-        if arm in ("baseline", "static"):
-            horizon = min(experiment.horizons, key=lambda h: abs(h - 2 * experiment.window))
-            problems = tests[horizon][:100]
-            hidden = treasure_states(model, problems, window=experiment.window, goals=run.goals(model, problems))
-            states[arm] = project(hidden, [problem.item for problem in problems], seed=experiment.seed)
-            facts = {"H": horizon, "W": experiment.window, "perplexity": min(20.0, (len(problems) - 1) / 3)}
-            (directory / "tsne.json").write_text(json.dumps({**facts, "arms": states}), encoding="utf-8")
+    first = experiment.horizons[0]
+    treasure.write_jsonl(data.tests[first], directory / f"{experiment.split}-H{first}.jsonl", data.vocabulary.decode)
+    if jobs is None:
+        jobs = 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, len(experiment.arms))
+    run = _Table1Run(experiment, directory, data)
+    if any(arm != "baseline" for arm in experiment.arms):
+        run.base()
+    if jobs == 1:
+        for arm in experiment.arms:
+            run.arm(arm)
+    else:
+        work = partial(_table1_worker, experiment, directory)
+        folders = {arm: run.folders(arm) for arm in experiment.arms}
+        run_arms(work, experiment.arms, jobs=jobs, folders=folders)
+    arms = {arm: json.loads((directory / arm / "arm.json").read_text(encoding="utf-8")) for arm in experiment.arms}
+    states = {arm: record["tsne"] for arm, record in arms.items() if record["tsne"]}
+    if states:
+        facts = {name: next(iter(states.values()))[name] for name in ("H", "W", "perplexity")}
+        (directory / "tsne.json").write_text(json.dumps({**facts, "arms": states}), encoding="utf-8")
     results = {
         "table": experiment.table,
         "scale": experiment.scale,
         "seed": experiment.seed,
-        **provenance(command),
-        "wall_s": round(run.seconds_before + time.monotonic() - started, 1),
-        "data_hash": treasure.data_hash([*training, *(p for problems in tests.values() for p in problems)]),
+        **origin,
+        "wall_s": round(time.monotonic() - started, 1),
         "settings": to_json(experiment),
-        "parameters": sizes,
-        "notes": _notes(experiment),
-        "cells": made,
+        "parameters": {arm: record["parameters"] for arm, record in arms.items()},
+        "notes": _notes(experiment, origin["calls"]),
+        "cells": [cell for record in arms.values() for cell in record["cells"]],
     }
     check_results(results)
-    partial = directory / "results.partial"
-    partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    partial.rename(directory / "results.json")
+    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
     return results
+
+
+def _table1_worker(experiment: Table1, directory: Path, arm: str) -> None:
+    _Table1Run(experiment, directory, _table1_data(experiment), show=False).arm(arm)
 
 
 def check_window(window: int, problem: treasure.TreasureProblem) -> None:
@@ -267,25 +308,60 @@ def _spread(values: range, count: int) -> list[int]:
 
 
 class _Table1Run:
-    """Models and stages of one run directory. Stages that finished are loaded, not trained again."""
+    """Models and stages of one run directory. What is finished there is loaded, not trained again: `open_run` has made
+    sure that it belongs to this experiment."""
 
-    def __init__(
-        self,
-        experiment: Table1,
-        directory: Path,
-        training: Sequence[treasure.TreasureProblem],
-        vocabulary: Vocabulary,
-        resume: bool,
-    ) -> None:
+    def __init__(self, experiment: Table1, directory: Path, data: _Table1Data, *, show: bool = True) -> None:
         self.experiment = experiment
         self.directory = directory
-        self.examples = [problem.example for problem in training]
-        self.vocabulary = vocabulary
-        self.resume = resume
+        self.data = data
+        self.examples = [problem.example for problem in data.training]
+        self.show = show
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.filler = [token for problem in training[:200] for token in problem.distractor_ids]
-        self.base: Any = None
-        self.seconds_before = 0.0
+        self.filler = [token for problem in data.training[:200] for token in problem.distractor_ids]
+
+    def arm(self, arm: str) -> None:
+        """Train and evaluate one arm; everything it found is in its folder's arm.json."""
+        path = self.directory / arm / "arm.json"
+        if path.exists():
+            return
+        model, modules = self.baseline() if arm == "baseline" else self.static(arm, STATIC_ARMS[arm])
+        window = self.experiment.window
+        found = []
+        for horizon, problems in self.data.tests.items():
+            scores = answer_treasure(
+                model, problems, window=window, decode=self.data.vocabulary.decode, goals=self.goals(model, problems)
+            )
+            (self.directory / arm / f"scores-H{horizon}.json").write_text(json.dumps(scores), encoding="utf-8")
+            found += cells(arm, {"H": horizon, "W": window}, scores, paper_table1)
+        record = {"cells": found, "parameters": parameter_count(*modules), "tsne": None}
+        if arm in ("baseline", "static_faithful", "static"):
+            record["tsne"] = self.tsne(model)
+        write_whole(path, json.dumps(record))
+
+    def tsne(self, model: Any) -> dict[str, Any]:
+        """Figure 4b: 100 problems at the H nearest 2 W."""
+        window = self.experiment.window
+        horizon = min(self.data.tests, key=lambda h: abs(h - 2 * window))
+        problems = self.data.tests[horizon][:100]
+        states = treasure_states(model, problems, window=window, goals=self.goals(model, problems))
+        drawn = project(states, [problem.item for problem in problems], seed=self.experiment.seed)
+        return {**drawn, "H": horizon, "W": window}
+
+    def folders(self, arm: str) -> list[tuple[Path, int]]:
+        """The stage folders of an arm and their steps, for the progress display."""
+        experiment = self.experiment
+        if arm == "baseline":
+            stages = [("stage1", experiment.stage1), ("stage3", experiment.stage3)]
+        else:
+            stages = [("stage2", experiment.stage2), ("stage3", experiment.stage3)]
+        return [(self.directory / arm / name, loop.steps) for name, loop in stages]
+
+    def base(self) -> Any:
+        """E_base after stage 1, frozen; shared by every LS-AR arm."""
+        model = self._fresh(self.experiment.encoder)
+        self._lm("base", "stage1", model, self.experiment.stage1, scored="all")
+        return model.requires_grad_(False)
 
     def baseline(self) -> tuple[Any, list[Any]]:
         """The unconditioned decoder: language modelling, then the answers, for as many steps as LS-AR has."""
@@ -297,15 +373,12 @@ class _Table1Run:
     def static(self, arm: str, settings: StaticArm) -> tuple[AttachedLM, list[Any]]:
         """LS-AR (Static): shared stage 1, then E_pred, then decoder and FiLM."""
         experiment = self.experiment
-        if self.base is None:
-            self.base = self._fresh(experiment.encoder)
-            self._lm("base", "stage1", self.base, experiment.stage1, scored="all")
-            self.base.requires_grad_(False)
+        base = self.base()
         decoder = self._fresh(experiment.encoder)
-        decoder.load_state_dict(self.base.state_dict())  # "starts as its base" (LS-AR, 3.3)
+        decoder.load_state_dict(base.state_dict())  # "starts as its base" (LS-AR, 3.3)
         torch.manual_seed(experiment.seed)
         config = GoalConfig(width=experiment.goal_width, pool_layer=settings.pool_layer)
-        model = attach(decoder, goal=config, encoder=self.base)
+        model = attach(decoder, goal=config, encoder=base)
         pooled = pooled_states(model, [example.goal_ids for example in self.examples])
         # CHOICE(LS-AR, 3.1): the "true trajectory" is the answer; distractors carry nothing about the goal.
         trajectory = pooled_states(model, [example.target_ids for example in self.examples])
@@ -317,13 +390,13 @@ class _Table1Run:
             pooled,
             trajectory,
             [example.goal_ids for example in self.examples],
-            self.vocabulary.size,
+            self.data.vocabulary.size,
             experiment.stage2,
             self.directory / arm / "stage2",
             seed=experiment.seed,
             reconstruction_weight=settings.reconstruction,
-            label=f"{arm} stage 2",
-            resume=self.resume,
+            label=f"{arm} stage 2" if self.show else "",
+            resume=True,
             tags={"arm": arm, "stage": "2"},
         )
         encoder.to(self.device)
@@ -331,7 +404,7 @@ class _Table1Run:
         self._lm(
             arm, "stage3", model, experiment.stage3, settings.scored, pooled=pooled, mask_prompt=settings.mask_prompt
         )
-        return model.eval(), [decoder, self.base, model.channel]
+        return model.eval(), [decoder, base, model.channel]
 
     def goals(self, model: Any, problems: Sequence[treasure.TreasureProblem]) -> LatentState | None:
         """Latent states of the problems' prompts; None for a model without a channel."""
@@ -340,26 +413,10 @@ class _Table1Run:
         with torch.no_grad():
             return model.encode_goal([problem.goal_ids for problem in problems])
 
-    def scores(
-        self,
-        arm: str,
-        horizon: int,
-        model: Any,
-        problems: Sequence[treasure.TreasureProblem],
-        goals: LatentState | None,
-    ) -> list[dict[str, float]]:
-        """Per-problem scores, kept in the run directory for paired tests."""
-        path = self.directory / arm / f"scores-H{horizon}.json"
-        scores = answer_treasure(
-            model, problems, window=self.experiment.window, decode=self.vocabulary.decode, goals=goals
-        )
-        path.write_text(json.dumps(scores), encoding="utf-8")
-        return scores
-
     def _fresh(self, shape: Backbone) -> Any:
         torch.manual_seed(self.experiment.seed)
         model = shape.build(
-            vocabulary=self.vocabulary.size, window=self.experiment.window, pad_id=self.vocabulary.pad_id
+            vocabulary=self.data.vocabulary.size, window=self.experiment.window, pad_id=self.data.vocabulary.pad_id
         )
         return model.to(self.device)  # type: ignore[arg-type]
 
@@ -383,18 +440,20 @@ class _Table1Run:
             seed=self.experiment.seed,
             filler=self.filler,
             pooled=pooled,
-            label=f"{arm} {stage[:-1]} {stage[-1]}",
-            resume=self.resume,
+            label=f"{arm} {stage[:-1]} {stage[-1]}" if self.show else "",
+            resume=True,
             tags={"arm": arm, "stage": stage[-1]},
         )
 
 
-def _notes(experiment: Table1) -> list[str]:
+def _notes(experiment: Table1, calls: int) -> list[str]:
     notes = [
         "Chance is 8.3% for the item (1 of 12) and about 0.01% for a whole code.",
-        "The window is applied as a recomputation of the last W tokens at positions 0 to W-1: nothing older can reach a logit.",
+        "The window is a recomputation of the last W tokens at positions 0 to W-1: nothing older can reach a logit.",
         "Every arm trains on the same problems and takes the same steps; the baseline takes stage 1 and stage 3.",
     ]
+    if calls > 1:
+        notes.append(f"The run was stopped and resumed: {calls} calls. The wall time is that of the last one.")
     if experiment.scale == "cpu":
         notes.append(
             "Scaled down from the paper (W 500 to 48, d 512 to 96, BPE cut to the task's tokens); H / W is kept, and "

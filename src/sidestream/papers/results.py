@@ -18,6 +18,10 @@ from sidestream.evaluation.stats import mean_sem, wilson
 ARMS = {
     "baseline": "AR baseline",
     "static_faithful": "LS-AR Static (faithful)",
+    "static_scored": "+ loss on the answer only",
+    "static_first_block": "+ pool after the first block",
+    "static_calibrated": "+ standardised pooled states",
+    "static_reconstruction": "+ goal reconstruction in stage 2",
     "static": "LS-AR Static (ours)",
     "dynamic": "LS-AR Dynamic",
     "random_film": "Random FiLM",

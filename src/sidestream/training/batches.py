@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,10 +32,12 @@ class RowConfig:
             raise ValueError(f"scored is {self.scored!r}; use 'answer' or 'all'")
         if not 0 <= self.mask_prompt <= 1:
             raise ValueError(f"mask_prompt is {self.mask_prompt}; it is a probability, 0 to 1")
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be at least 1")
 
 
 class Rows(Dataset):
-    """A fixed number of training rows, each a function of (seed, index): what a step sees does not depend on what ran before.
+    """A fixed number of training rows, each a function of (seed, index): what a step sees does not depend on the past.
 
     Args:
         examples: the problems.
@@ -44,6 +46,9 @@ class Rows(Dataset):
         seed: of order, crops and masks.
         filler: tokens that stand in for a masked prompt.
         pooled: (len(examples), E) pooled encoder states of the goals, handed out with the rows; None for a bare LM.
+
+    Raises:
+        ValueError: less than a batch of problems, or prompts to be masked and a filler shorter than one of them.
     """
 
     def __init__(
@@ -57,6 +62,9 @@ class Rows(Dataset):
         filler: Sequence[int] = (),
         pooled: Tensor | None = None,
     ) -> None:
+        longest = max(len(example.goal_ids) for example in examples)
+        if config.mask_prompt and len(filler) < longest:
+            raise ValueError(f"the filler has {len(filler)} tokens, a prompt to be masked {longest}; give a longer one")
         self.examples = examples
         self.config = config
         self.seed = seed
@@ -73,7 +81,7 @@ class Rows(Dataset):
         ids, labels = make_row(
             self.examples[which], self.config, self.filler, random.Random(f"row {self.seed} {index}")
         )
-        row = {"ids": ids, "labels": labels}
+        row: dict[str, Any] = {"ids": ids, "labels": labels}
         if self.pooled is not None:
             row["pooled"] = self.pooled[which]
         return row
@@ -91,8 +99,8 @@ def make_row(
     before = len(example.goal_ids) + len(example.context_ids)
     text = goal + list(example.context_ids) + list(example.target_ids)
     if len(text) - 1 > config.window:
-        # At test time every answer token is predicted from the window's last position. Ending the row at a random answer
-        # token gives each of them that position in training.
+        # At test time every answer token is predicted from the window's last position. Ending the row at a random
+        # answer token gives each of them that position in training.
         text = text[: before + rng.randint(1, len(example.target_ids))]
     first = before - 1 if config.scored == "answer" else 0
     labels = [UNSCORED] * first + text[first + 1 :]
@@ -125,7 +133,9 @@ def plan(lengths: Sequence[int], *, batch_size: int, steps: int, seed: int) -> l
             epoch += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
         epoch = [batch for batch in epoch if len(batch) == batch_size]
         if not epoch:
-            raise ValueError(f"{len(lengths)} problems do not fill one batch of {batch_size}; use more problems or a smaller batch")
+            raise ValueError(
+                f"{len(lengths)} problems do not fill one batch of {batch_size}; use more problems or a smaller batch"
+            )
         rng.shuffle(epoch)
         batches += epoch
     return [row for batch in batches[:steps] for row in batch]

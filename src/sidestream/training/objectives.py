@@ -1,4 +1,4 @@
-"""What the stages minimise. Losses live in a module's `forward`, so that a hand-written loop works as well as a trainer."""
+"""What the stages minimise. Losses live in a module's `forward`, so a hand-written loop works as well as a trainer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sidestream.channels import GoalEncoder, LatentState
 from sidestream.lm.attach import AttachedLM
+from sidestream.lm.terms import disable_checkpointing, enable_checkpointing
 
 UNSCORED = -100
 """Label of positions that carry no loss."""
@@ -20,7 +21,9 @@ def vicreg(
 ) -> Tensor:
     r"""VICReg between predicted and true vectors, both (B, G).
 
-    .. math:: \lambda\,\mathrm{MSE}(z, t) + \mu\,\frac1G\sum_j \max(0, 1 - \sigma(z_j)) + \nu\,\frac1G\sum_{i\ne j} C(z)_{ij}^2
+    .. math::
+        \lambda\,\mathrm{MSE}(z, t) + \mu\,\frac1G\sum_j \max(0, 1 - \sigma(z_j))
+        + \nu\,\frac1G\sum_{i\ne j} C(z)_{ij}^2
 
     Source: LS-AR, appendix B.3.3 (weights 25 / 25 / 1); Bardes et al., 2022.
     """
@@ -119,11 +122,24 @@ class ScoredLM(nn.Module):
             if pooled is not None:
                 state = LatentState(goal=self.model.channel.encoder.predict(pooled))
             hidden = self.model.hidden(input_ids, goal=state, attention_mask=attention_mask)
-            head = self.model.lm.get_output_embeddings()
+            lm = self.model.lm
         else:
             hidden = self.model.base_model(
                 input_ids=input_ids, attention_mask=attention_mask, use_cache=False
             ).last_hidden_state
-            head = self.model.get_output_embeddings()
+            lm = self.model
+        head: Any = lm.get_output_embeddings()
         scored = labels != UNSCORED
         return {"loss": F.cross_entropy(head(hidden[scored]).float(), labels[scored])}
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute the decoder's blocks in backward instead of keeping their activations; exact, with channels too."""
+        enable_checkpointing(self._decoder, None)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        disable_checkpointing(self._decoder)
+
+    @property
+    def _decoder(self) -> Any:
+        return self.model.lm if isinstance(self.model, AttachedLM) else self.model

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
@@ -37,13 +36,11 @@ def train_lm(
 ) -> None:
     """Stage 1 (a bare model) or stage 3 (an attached one): next-token prediction on windowed text.
 
-    A finished stage leaves `model.safetensors` in `directory`; with `resume` it is loaded and nothing trains. Which weights
+    A finished stage leaves its weights in `directory`; with `resume` they are loaded and nothing trains. Which weights
     train is decided by `requires_grad`.
     """
-    data = Rows(
-        examples, rows, batch_size=loop.batch_size, steps=loop.steps, seed=seed, filler=filler, pooled=pooled
-    )
-    _run(ScoredLM(model), data, loop, directory, seed=seed, collate=collate, label=label, resume=resume, tags=tags)
+    data = Rows(examples, rows, batch_size=loop.batch_size, steps=loop.steps, seed=seed, filler=filler, pooled=pooled)
+    train(ScoredLM(model), data, loop, directory, seed=seed, collate=collate, label=label, resume=resume, tags=tags)
 
 
 def align_goal(
@@ -72,16 +69,17 @@ def align_goal(
     targets, _ = pad_right(goal_ids, value=UNSCORED)
     reconstruction = None
     if reconstruction_weight:
-        reconstruction = GoalReconstruction(encoder.predictor[-1].out_features, vocabulary)
+        reconstruction = GoalReconstruction(encoder.width, vocabulary)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randint(len(pooled), (loop.steps * loop.batch_size,), generator=generator)
     data = _Vectors(pooled, trajectory, targets, order)
-    _run(
+    train(
         GoalAlignment(encoder, reconstruction, reconstruction_weight),
         data,
         loop,
         directory,
         seed=seed,
+        collate=_as_is,
         label=label,
         resume=resume,
         tags=tags,
@@ -110,30 +108,13 @@ class _Vectors(Dataset):
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        which = self.order[index]
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        # A batch in one gather: row by row, the loader would cost as much as the step.
+        which = self.order[indices]
         return {name: tensor[which] for name, tensor in self.tensors.items()}
 
 
-def _run(
-    module: nn.Module,
-    data: Dataset,
-    loop: LoopConfig,
-    directory: Path,
-    *,
-    seed: int,
-    label: str,
-    resume: bool,
-    tags: dict[str, Any] | None,
-    collate: Any = None,
-) -> None:
-    final = directory / "model.safetensors"
-    if resume and final.exists():
-        load_model(module, str(final))
-        return
-    torch.manual_seed(seed)
-    module.train()
-    train(module, data, loop, directory, seed=seed, collate=collate, label=label, resume=resume, tags=tags)
-    module.eval()
-    directory.mkdir(parents=True, exist_ok=True)
-    save_model(module, str(directory / "model.partial"))
-    (directory / "model.partial").rename(final)
+def _as_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return batch

@@ -1,0 +1,52 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Nothing before them but Python >= 3.11 and make.
+#
+# torch goes in first and alone: with it present, pip fetches no other build. The default is the version the constraints
+# file was made with. On a CUDA machine: make demo TORCH=torch
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+SCALE ?= cpu
+SEED ?= 0
+DEMO_OUT ?= runs/lsar.table1/$(SCALE)-seed$(SEED)
+
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: setup demo test slow check format choices readme clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'sidestream needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: setup  ## train every arm of LS-AR Table 1, end with a report; a second call goes on where the first was stopped
+	$(BIN)/sidestream run lsar.table1 --scale $(SCALE) --seed $(SEED) --out $(DEMO_OUT) --resume
+
+test: setup  ## the default suite
+	$(BIN)/python -m pytest
+
+slow: setup  ## the long tests
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+check: setup  ## style, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+choices:  ## where a paper is silent or we deviate, and why
+	@grep -rn "CHOICE(" src --include=*.py -A 3 | sed 's|^src/sidestream/||'
+
+readme: setup  ## rewrite README's tables from the committed results files
+	$(BIN)/sidestream readme README.md results
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

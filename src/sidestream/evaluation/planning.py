@@ -1,0 +1,121 @@
+"""Blocksworld in closed loop, batched: one token a row and step, forced by the simulator or chosen by the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sidestream.channels import LatentState
+from sidestream.lm.attach import AttachedLM
+from sidestream.lm.cache import LatentCache
+from sidestream.lm.text import WordVocabulary
+from sidestream.tasks.blocksworld_data import END, TRIGGER, action_text
+from sidestream.tasks.blocksworld_loop import (
+    Episode,
+    PlanScore,
+    Rollout,
+    emit,
+    forced_action,
+    perturb,
+    score_rollout,
+    start,
+)
+
+LONGEST_ACTION = 4
+"""Words of the longest action and its comma; a model that has said more without one has failed."""
+
+
+class _Row:
+    """One rollout and the words in the air: forced ones still to be fed, or the model's since the last comma."""
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.rollout: Rollout = start(episode)
+        self.forcing: list[str] = []
+        self.said: list[str] = []
+
+    def next_word(self, choice: str) -> str:
+        """The word fed next: the simulator's while it forces an action, otherwise the model's `choice`."""
+        if not self.forcing and not self.said:
+            action = forced_action(self.episode, self.rollout)
+            if action is not None:
+                names = self.episode.problem.names
+                self.forcing = [*action_text(action, names).split(), TRIGGER]
+                self.rollout = perturb(self.episode, self.rollout, action)
+        if self.forcing:
+            return self.forcing.pop(0)
+        self.said.append(choice)
+        if choice in (TRIGGER, END) or len(self.said) >= LONGEST_ACTION:
+            words = self.said if choice == END and len(self.said) == 1 else [w for w in self.said if w != TRIGGER]
+            self.rollout = emit(self.episode, self.rollout, words)
+            self.said = []
+        return choice
+
+    @property
+    def done(self) -> bool:
+        """Nothing more to ask or to feed."""
+        return self.rollout.done and not self.forcing
+
+
+@torch.no_grad()
+def run_episodes(
+    model: AttachedLM,
+    episodes: Sequence[Episode],
+    vocabulary: WordVocabulary,
+    *,
+    window: int,
+    goals: LatentState | None = None,
+    batch_size: int = 250,
+) -> list[PlanScore]:
+    """Score a model's closed-loop plans.
+
+    Args:
+        model: an attached model; with `goals` None its channel stays closed (a plain AR decoder).
+        episodes: what to solve and where to perturb (see `Episode` for the protocol).
+        window: W under `reindex`; 0 for everything in view.
+        goals: one latent state per episode.
+        batch_size: episodes at a time.
+    """
+    scores: list[PlanScore] = []
+    for first in range(0, len(episodes), batch_size):
+        rows = [_Row(episode) for episode in episodes[first : first + batch_size]]
+        part = None
+        if goals is not None:
+            part = goals.select(torch.arange(first, first + len(rows), device=goals.goal.device))
+        _finish(model, rows, vocabulary, window, part)
+        scores += [score_rollout(row.episode, row.rollout) for row in rows]
+    return scores
+
+
+def _finish(
+    model: AttachedLM, rows: list[_Row], vocabulary: WordVocabulary, window: int, goals: LatentState | None
+) -> None:
+    prompts = [vocabulary.encode(row.episode.prompt) for row in rows]
+    width = max(map(len, prompts))
+    device = model.device
+    ids = torch.tensor([[vocabulary.pad_id] * (width - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    cache: LatentCache = model.new_cache(window=window or None)
+    cache.latent = goals
+    active = list(rows)
+    while active:
+        logits: Tensor = model(input_ids=ids, attention_mask=mask, cache=cache, logits_to_keep=1).logits[:, -1]
+        choices = vocabulary_words(vocabulary, logits.argmax(dim=-1).tolist())
+        words = [END if row.done else row.next_word(choice) for row, choice in zip(active, choices, strict=True)]
+        going = [index for index, row in enumerate(active) if not row.done]
+        ids = torch.tensor([vocabulary.encode(word) for word in words], device=device)  # (B, 1)
+        mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
+        # Finished rows ride along until they are a quarter of the batch: dropping rows copies the whole cache.
+        if len(going) <= 0.75 * len(active):
+            keep = torch.tensor(going, dtype=torch.long, device=device)
+            active = [active[index] for index in going]
+            if active:
+                cache.batch_select_indices(keep)
+                ids, mask = ids[keep], mask[keep]
+
+
+def vocabulary_words(vocabulary: WordVocabulary, ids: Sequence[int]) -> list[str]:
+    """Each id's word; ids without one come out as their placeholder, which no simulator accepts."""
+    return [vocabulary.decode([token]) or "<pad>" for token in ids]

@@ -1,0 +1,11 @@
+"""What every test runs under: no network, one thread, shapes checked at the channels' public functions."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook("sidestream.channels", "beartype.beartype")
