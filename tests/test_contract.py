@@ -5,12 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointError
 
 from families import FAMILIES, MODES, attached, close, differ, logits, open_gate, our_hooks, settings, tiny, tokens
-from sidestream import LatentCache, LatentState, attach
+from sidestream import LatentCache, LatentState, Window, attach
 from sidestream.channels import modulate
-from sidestream.lm import attach as attach_module
 from sidestream.lm.cache import CACHE_NAME
 from sidestream.lm.terms import InForce
 
@@ -365,101 +363,43 @@ def test_film_is_projected_once_per_goal(mode):
     assert len(calls) == (2 if mode == "static" else 20)
 
 
-# -------------------------------------------------------------------- gradients
+# -------------------------------------------------------------------- what else goes in
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def test_narrow_weights_and_autocast(mode):
+    exact = attached("llama", mode)
+    expected = logits(exact, IDS, goal=GOALS)
+    narrow = attach(tiny("llama").bfloat16(), goal=settings(mode), encoder=exact.encoder)
+    narrow.channel.load_state_dict(exact.channel.state_dict())
+    assert narrow.channel.film.projection.weight.dtype == torch.bfloat16
+    close(logits(narrow, IDS, goal=GOALS).float(), expected, 0.2)
+    narrow.channel.float()  # a channel trained in float32 on a base in bfloat16
+    close(logits(narrow, IDS, goal=GOALS).float(), expected, 0.2)
+    assert logits(narrow, IDS, goal=GOALS, cache=narrow.new_cache(window=6)).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        close(logits(exact, IDS, goal=GOALS).float(), expected, 0.2)
+        for window in (Window(size=20, policy="rolling"), Window(size=20, policy="reindex")):
+            close(logits(exact, IDS, goal=GOALS, cache=exact.new_cache(window=window)).float(), expected, 0.2)
 
 
-def two_passes(model):
-    """Two forwards under different goals, then one backward: what breaks state kept in an attribute."""
-    model.train()
-    model.zero_grad()
-    first = model(IDS, goal=GOALS).logits
-    second = model(IDS.flip(1), goal=GOALS.flip(0)).logits
-    (first.square().mean() + second.abs().mean()).backward()
-    return gradients(model)
+def test_goals_are_pooled_at_one_layer_and_triggers_read_at_another(family):
+    model = attached(family, "dynamic", own_encoder=False, pool_layer=1, tracker_layer=2)
+    with torch.no_grad():
+        layers = model.lm.base_model(GOALS, output_hidden_states=True).hidden_states
+        close(model.encode_goal(GOALS).goal, model.channel.encoder(layers[1]))
+        differ(model.channel.encoder(layers[1]), model.channel.encoder(layers[2]), 1e-3)
+        text = model.lm.base_model(IDS, output_hidden_states=True).hidden_states[2]
+        expected, _ = model.channel.advance(model.encode_goal(GOALS), text, model.fires(IDS))
+        close(model._advance(model.encode_goal(GOALS), IDS, None)[0], expected)
+    close(logits(model, IDS, goal=GOALS, cache=model.new_cache()), logits(model, IDS, goal=GOALS))
 
 
-@pytest.mark.parametrize("history", [1, 3])
-def test_gradients_reach_every_channel_weight(family, mode, history):
-    model = attached(family, mode, **(dict(tracker_history=history) if mode == "dynamic" else {}))
-    two_passes(model)
-    for name, parameter in model.channel.named_parameters():
-        if history == 1 and name.endswith(("q_proj_weight", "k_proj_weight")):
-            continue  # the softmax over one key is 1: nothing for them to learn
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-    assert all(parameter.grad is not None for parameter in model.lm.parameters())
-    if model.encoder is not None:
-        assert all(parameter.grad is None for parameter in model.encoder.parameters())
-
-
-def test_checkpointed_gradients_are_exact(model):
-    plain = two_passes(model)
-    model.gradient_checkpointing_enable()
-    checkpointed = two_passes(model)
-    assert plain.keys() == checkpointed.keys()
-    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
-    model.gradient_checkpointing_disable()
-    assert not any(getattr(m, "gradient_checkpointing", False) for m in model.lm.modules())
-
-
-def enable_foreign(lm, **kwargs):
-    method = getattr(lm, "activation_checkpointing_enable", None)
-    if method is not None:
-        method(activation_checkpointing_kwargs=kwargs)
-    else:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_other_checkpointing_is_refused(reentrant, monkeypatch):
-    model = attached("llama", "static")
-    plain = two_passes(model)
-    enable_foreign(model.lm, use_reentrant=reentrant)
-    with pytest.raises(ValueError, match="wrong gradients"):
-        two_passes(model)
-    logits(model.eval(), IDS, goal=GOALS)  # no backward, no harm
-    with pytest.raises(ValueError, match="use_reentrant=True"):
-        model.gradient_checkpointing_enable({"use_reentrant": True})
-    # What the refusal is for: one raises in the middle of a backward, the other says nothing.
-    monkeypatch.setattr(attach_module, "check_checkpointing", lambda *_: None)
-    if not reentrant:
-        with pytest.raises(CheckpointError):
-            two_passes(model)
-        return
-    wrong = two_passes(model)
-    assert any(not torch.equal(plain[name], wrong[name]) for name in plain if name in wrong)
-
-
-def test_checkpointing_with_a_cache_is_refused():
-    model = attached("llama", "static").train()
-    model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="drops the cache"):
-        model(IDS, goal=GOALS, use_cache=True)
-
-
-def test_a_backward_can_run_twice(mode):
+def test_terms_can_be_given(mode):
     model = attached("llama", mode)
-    model.train()
-    model.gradient_checkpointing_enable()
-    loss = model(IDS, goal=GOALS).logits.square().mean()
-    loss.backward(retain_graph=True)
-    once = gradients(model)
-    loss.backward()
-    assert all(torch.equal(2 * grad, model.get_parameter(name).grad) for name, grad in once.items())
-
-
-def test_the_encoder_stays_in_evaluation_mode():
-    model = attach(tiny("gpt2"), goal=settings("static"), encoder=tiny("opt", dropout=0.5))
-    model.train()
-    assert model.lm.training and not model.encoder.training
-    assert torch.equal(model.encode_goal(GOALS).goal, model.encode_goal(GOALS).goal)
-    shared = attach(tiny("opt", dropout=0.5), goal=settings("static")).train()
-    shared.lm.model.decoder.layers[0].eval()
-    assert torch.equal(shared.encode_goal(GOALS).goal, shared.encode_goal(GOALS).goal)
-    assert shared.lm.training and not shared.lm.model.decoder.layers[0].training
+    with torch.no_grad():
+        terms = model._advance(model.encode_goal(GOALS), IDS, None)[0]
+        assert torch.equal(model.hidden(IDS, terms=terms), model.hidden(IDS, goal=GOALS))
+        differ(model.hidden(IDS), model.hidden(IDS, goal=GOALS))
 
 
 def test_embeddings_work_where_no_token_is_read():

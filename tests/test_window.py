@@ -311,9 +311,10 @@ def living_bytes():
 
 @pytest.mark.parametrize(
     "kind, policy, total",
-    [("static", "reindex", 100_000), ("dynamic", "rolling", 100_000), ("dynamic", "reindex", 10_000)],
+    [("static", "reindex", 100_000), ("static", "rolling", 100_000)]
+    + [("dynamic", "reindex", 10_000), ("dynamic", "rolling", 10_000)],
 )
-def test_memory_is_flat_from_w_to_100_000_tokens(kind, policy, total):
+def test_memory_is_flat_from_w_tokens_on(kind, policy, total):
     size, piece = 256, 2048
     small = dict(layers=1, width=16)
     encoder = tiny("llama", seed=1, **small) if kind == "dynamic" else None

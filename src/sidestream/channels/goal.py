@@ -29,6 +29,8 @@ class GoalConfig:
     """Hidden width of E_pred; None means 4 x `width`."""
     trigger_ids: tuple[int, ...] = ()
     """Token ids at which the tracker updates the vector (Blocksworld: the comma). Dynamic mode only."""
+    tracker_layer: int = -1
+    """Encoder layer whose state at a trigger is s_i: -1 the last (the paper's), which sums up the text so far."""
     tracker_heads: int = 8
     """Attention heads of the tracker; `width` must divide by it."""
     tracker_history: int = 1

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.manifold import TSNE
-from sklearn.metrics import silhouette_score
 
 from sidestream.channels import LatentState
 from sidestream.lm.decode import last_states
@@ -24,6 +22,10 @@ def treasure_states(
 
 def project(states: np.ndarray, labels: Sequence[str], *, seed: int, perplexity: float = 20.0) -> dict[str, Any]:
     """t-SNE of the states, with the silhouette of the labels in the original space (1 tight clusters, <= 0 mixed)."""
+    # Seconds to import, and wanted once in a run.
+    from sklearn.manifold import TSNE
+    from sklearn.metrics import silhouette_score
+
     perplexity = min(perplexity, (len(states) - 1) / 3)
     xy = TSNE(perplexity=perplexity, random_state=seed, init="pca").fit_transform(states)
     silhouette = float(silhouette_score(states, list(labels))) if 1 < len(set(labels)) < len(labels) else 0.0

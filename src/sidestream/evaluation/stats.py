@@ -4,8 +4,8 @@ import operator
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy import stats
 
 
 class MeanSem(NamedTuple):
@@ -45,7 +45,7 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, flo
         raise ValueError(f"n is {n}: a proportion needs at least one trial")
     if not 0 <= successes <= n:
         raise ValueError(f"successes is {successes}: must lie between 0 and n = {n}")
-    interval = stats.binomtest(successes, n).proportion_ci(confidence_level=confidence, method="wilson")
+    interval = scipy.stats.binomtest(successes, n).proportion_ci(confidence_level=confidence, method="wilson")
     # In exact arithmetic the interval always contains successes / n; rounding must not push it off an end.
     low, high = (0.0 if successes == 0 else interval.low), (1.0 if successes == n else interval.high)
     return float(low), float(high)
@@ -59,7 +59,7 @@ def sem(values: ArrayLike) -> float:
     sample = _sample(values, "values")
     if sample.size < 2:
         raise ValueError(f"{sample.size} value given: the standard error of the mean needs at least two seeds")
-    return float(stats.sem(sample))
+    return float(scipy.stats.sem(sample))
 
 
 def mean_sem(values: ArrayLike) -> MeanSem:
@@ -83,7 +83,7 @@ def mcnemar_exact(a: ArrayLike, b: ArrayLike) -> McNemar:
     only_b = int(np.sum((left == 0) & (right == 1)))
     if only_a + only_b == 0:
         return McNemar(0, 0, 1.0)
-    return McNemar(only_a, only_b, float(stats.binomtest(only_a, only_a + only_b, 0.5).pvalue))
+    return McNemar(only_a, only_b, float(scipy.stats.binomtest(only_a, only_a + only_b, 0.5).pvalue))
 
 
 def paired_bootstrap(
@@ -105,7 +105,7 @@ def paired_bootstrap(
         raise ValueError("one problem given: a bootstrap interval needs at least two")
     if not np.ptp(delta):
         return MeanDifference(mean, mean, mean)
-    interval = stats.bootstrap(
+    interval = scipy.stats.bootstrap(
         (delta,),
         np.mean,
         confidence_level=confidence,

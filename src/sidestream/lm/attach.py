@@ -113,19 +113,32 @@ class AttachedLM(nn.Module):
         return self.channel.fold(state) if self.channel.tracker is None else state
 
     def goal_hidden(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: LatentCache | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: LatentCache | None = None,
+        *,
+        layer: int | None = None,
     ) -> Tensor:
-        """(B, T, E) hidden states of the frozen encoder at `pool_layer`, the channel closed.
+        """(B, T, E) hidden states of the frozen encoder at one layer, the channel closed.
 
         Args:
             input_ids: (B, T) tokens.
             attention_mask: (B, T), 0 at padding.
             cache: the encoder's own cache, to go on from.
+            layer: None for the channel's `pool_layer`.
 
         Raises:
             ValueError: the text is longer than the encoder's table of positions.
         """
-        return read(self._reader, self.channel.config.pool_layer, input_ids, attention_mask, cache)
+        which = self.channel.config.pool_layer if layer is None else layer
+        hidden = read(self._reader, which, input_ids, attention_mask, cache)
+        return hidden.to(self.channel.film.projection.weight.dtype)
+
+    def fires(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """(B, T) true at trigger tokens, padding left out."""
+        found = torch.isin(input_ids, self._triggers)
+        return found if attention_mask is None else found & attention_mask[:, -input_ids.shape[1] :].bool()
 
     # ---------------------------------------------------------------- forward
 
@@ -176,15 +189,27 @@ class AttachedLM(nn.Module):
         with InForce(terms):
             return self.lm(input_ids=input_ids, **kwargs)
 
-    def hidden(self, input_ids: Tensor, *, goal: Goal | None = None, attention_mask: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        goal: Goal | None = None,
+        terms: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """(B, T, D) hidden states before the language-model head, the channel in force.
 
         For losses that need logits at few positions: apply `lm.get_output_embeddings()` to those rows only, instead of
         projecting every position onto the whole vocabulary.
+
+        Args:
+            goal: as for `forward`.
+            terms: (B, N, L, 2, D) FiLM terms, in place of a goal, where the vectors come from more text than this.
         """
         check_checkpointing(self.lm, None)
         state = self._start(goal, None, input_ids)
-        terms = None if state is None else self._advance(state, input_ids, attention_mask)[0]
+        if state is not None:
+            terms = self._advance(state, input_ids, attention_mask)[0]
         placed = self._placed(input_ids, attention_mask, None, {})
         with InForce(terms):
             return self.lm.base_model(input_ids=input_ids, **placed, use_cache=False).last_hidden_state
@@ -305,11 +330,9 @@ class AttachedLM(nn.Module):
             size = None if cache.window is None else cache.window.encoder_size
             window = None if size is None else Window(size=size, policy="rolling")
             cache.encoder = LatentCache(text_config(self._reader), window=window)
-        hidden = self.goal_hidden(input_ids, mask, None if cache is None else cache.encoder)
-        fires = torch.isin(input_ids, self._triggers)
-        if mask is not None:
-            fires = fires & mask[:, -input_ids.shape[1] :].bool()
-        return self.channel.advance(state, hidden, fires)
+        own = None if cache is None else cache.encoder
+        hidden = self.goal_hidden(input_ids, mask, own, layer=self.channel.config.tracker_layer)
+        return self.channel.advance(state, hidden, self.fires(input_ids, mask))
 
     # ---------------------------------------------------------------- hooks on the wrapped model
 
@@ -427,10 +450,11 @@ def attach(
         encoder_width=text_config(reader).hidden_size, model_width=text_config(lm).hidden_size, num_blocks=len(found)
     )
     depth, vocabulary = text_config(reader).num_hidden_layers, text_config(lm).vocab_size
-    if not -depth - 1 <= config.pool_layer <= depth:
-        raise ValueError(
-            f"GoalConfig.pool_layer is {config.pool_layer}; the encoder has layers 0..{depth} (or -1 for the last)"
-        )
+    for name in ("pool_layer", "tracker_layer"):
+        if not -depth - 1 <= getattr(config, name) <= depth:
+            raise ValueError(
+                f"GoalConfig.{name} is {getattr(config, name)}; the encoder has layers 0..{depth} (or -1 for the last)"
+            )
     if not all(0 <= token < vocabulary for token in config.trigger_ids):
         raise ValueError(f"GoalConfig.trigger_ids {config.trigger_ids} are not all in the vocabulary of {vocabulary}")
     channel = GoalChannel(config).to(device=lm.device, dtype=lm.dtype)

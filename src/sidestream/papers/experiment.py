@@ -50,7 +50,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
                 raise ValueError(f"field {prefix}{name} is missing")
         values = {name: _read(hints[name], item, f"{prefix}{name}") for name, item in value.items()}
         try:
-            return kind(**values)
+            return kind(**values)  # type: ignore[operator]
         except ValueError as error:
             raise ValueError(f"{prefix}{error}") from None
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from sidestream.lm.backbones import Backbone, parameter_count
 from sidestream.lm.text import Vocabulary
 from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
 from sidestream.papers.results import check_results, load_results
-from sidestream.papers.workers import run_arms
+from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks import treasure
 from sidestream.training.batches import RowConfig
 from sidestream.training.loop import LoopConfig
@@ -148,14 +147,14 @@ def table1(scale: Scale) -> Table1:
             window=window,
             # The paper's H / W of 0.13, 0.26, 0.5, then the cut prompt, 1.02, 1.25, 2.05 and far beyond.
             horizons=(6, 12, 24, 36, 49, 60, 96, 768),
-            train_problems=20_000,
+            train_problems=40_000,
             vocabulary="subset",
             encoder=Backbone(layers=2, width=96, heads=4),
             baseline=Backbone(layers=4, width=96, heads=4),
             goal_width=96,
             stage1=loop,
-            stage2=replace(loop, steps=3000, batch_size=256),
-            stage3=replace(loop, steps=2500),
+            stage2=replace(loop, steps=2000, batch_size=256),
+            stage3=replace(loop, steps=1800),
         )
     if scale == "smoke":
         loop = LoopConfig(steps=4, batch_size=8, learning_rate=1e-3, log_every=1)
@@ -204,7 +203,9 @@ def _table1_data(experiment: Table1) -> _Table1Data:
     if experiment.vocabulary == "subset":
         vocabulary = Vocabulary.subset(treasure.vocabulary_texts(sentences))
     tests = {
-        horizon: treasure.problems(experiment.split, experiment.test_problems, [horizon], 0, vocabulary.encode, sentences)
+        horizon: treasure.problems(
+            experiment.split, experiment.test_problems, [horizon], 0, vocabulary.encode, sentences
+        )
         for horizon in experiment.horizons
     }
     probe = next(iter(tests.values()))[0]
@@ -242,8 +243,7 @@ def run_table1(
     started = time.monotonic()
     first = experiment.horizons[0]
     treasure.write_jsonl(data.tests[first], directory / f"{experiment.split}-H{first}.jsonl", data.vocabulary.decode)
-    if jobs is None:
-        jobs = 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, len(experiment.arms))
+    jobs = default_jobs(len(experiment.arms)) if jobs is None else jobs
     run = _Table1Run(experiment, directory, data)
     if any(arm != "baseline" for arm in experiment.arms):
         run.base()

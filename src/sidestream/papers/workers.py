@@ -59,6 +59,13 @@ def run_arms(
             raise
 
 
+def default_jobs(arms: int) -> int:
+    """One a core on a CPU, one in all on a GPU."""
+    import torch
+
+    return 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, arms)
+
+
 def _one_thread() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
     # A killed parent stops nobody. Left alone they would train on in a directory that a resumed run writes to.

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ class LoopConfig:
 
 def train(
     module: nn.Module,
-    data: Dataset,
+    data: Dataset | Callable[[], Dataset],
     config: LoopConfig,
     directory: Path,
     *,
@@ -90,6 +91,7 @@ def train(
     label: str = "",
     resume: bool = False,
     tags: dict[str, Any] | None = None,
+    rates: dict[str, float] | None = None,
 ) -> None:
     """Train `module` in place for `config.steps` steps, where it is (CPU or one GPU). It is left in evaluation mode.
 
@@ -99,12 +101,13 @@ def train(
     Args:
         module: `forward(**batch)` returns a dict with "loss".
         data: row i is what step i // batch_size sees; at least steps x batch_size rows, read in order. A row must
-            depend on its index alone.
+            depend on its index alone. A function that makes the data is called only if there is training to do.
         directory: gets metrics.jsonl, `checkpoint-N` folders on the way, and at the end `final` with the weights.
         seed: of dropout and whatever else draws from the global generators.
         label: shown at the progress bar; empty shows none.
         resume: load `final` if the stage is finished, else go on from the newest intact checkpoint, if there is one.
         tags: added to every line of metrics.jsonl.
+        rates: factors on the learning rate of parameters, by the last part of their name.
 
     Raises:
         ValueError: the directory holds training already and `resume` is off, more than one process, or gradient
@@ -141,8 +144,13 @@ def train(
             if config.gradient_checkpointing:
                 module.gradient_checkpointing_enable()  # type: ignore[operator]
             trainer = _StageTrainer(
-                model=module, args=arguments, train_dataset=data, data_collator=collate, callbacks=[log]
+                model=module,
+                args=arguments,
+                train_dataset=data if isinstance(data, Dataset) else data(),
+                data_collator=collate,
+                callbacks=[log],
             )
+            trainer.rates = rates or {}
             trainer.remove_callback(PrinterCallback)
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
@@ -202,6 +210,19 @@ class _StageTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)  # type: ignore[arg-type]
 
+    rates: dict[str, float] = {}
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = super().create_optimizer(*args, **kwargs)
+        names = {id(p): name.rsplit(".", 1)[-1] for name, p in self.model.named_parameters()}  # type: ignore[union-attr]
+        for group in list(optimizer.param_groups):
+            for ending, factor in self.rates.items():
+                own = [p for p in group["params"] if names[id(p)] == ending]
+                if own:
+                    group["params"] = [p for p in group["params"] if names[id(p)] != ending]
+                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * factor})
+        return optimizer
+
     def compute_loss(self, model: nn.Module, inputs: dict, return_outputs: bool = False, **_: Any) -> Any:
         self._batch = inputs
         out = model(**inputs)
@@ -211,7 +232,7 @@ class _StageTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # A loss can be finite and its gradient not. One more step and the weights would be gone, and then a checkpoint.
-        norm = super()._clip_grad_norm(model)
+        norm: Any = super()._clip_grad_norm(model)
         if not math.isfinite(norm):
             self._stop(f"the gradient is {float(norm)}")
         return norm

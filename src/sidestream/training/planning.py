@@ -143,10 +143,12 @@ def plan_vectors(model: AttachedLM, full_ids: Tensor, full_mask: Tensor, goal_le
     """
     channel = model.channel
     in_goal = torch.arange(full_ids.shape[1], device=full_ids.device)[None] < goal_length[:, None]
-    pooled = mean_pool(model.goal_hidden(full_ids, full_mask), in_goal)
+    hidden = model.goal_hidden(full_ids, full_mask)
+    pooled = mean_pool(hidden, in_goal)
     state = LatentState(goal=channel.encoder.predict(pooled))
     if channel.tracker is None:
         return state.goal.unsqueeze(1)
-    hidden = model.trigger_hidden(full_ids, full_mask)
+    if channel.config.tracker_layer != channel.config.pool_layer:
+        hidden = model.goal_hidden(full_ids, full_mask, layer=channel.config.tracker_layer)
     vectors, _ = channel.tracker.sequence(state, hidden, model.fires(full_ids, full_mask))
     return vectors
