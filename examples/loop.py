@@ -48,7 +48,7 @@ def main(steps, test_problems):
     torch.manual_seed(0)
     rng = random.Random(0)
     vocabulary = Vocabulary.subset(treasure.vocabulary_texts())
-    train = treasure.problems("train", 2000, range(WINDOW, 2 * WINDOW), 0, vocabulary.encode)
+    train = treasure.problems("train", 5000, range(WINDOW, 2 * WINDOW), 0, vocabulary.encode)
     test = treasure.problems("test", test_problems, [HORIZON], 0, vocabulary.encode)
     texts = [problem.forced_ids + problem.answer_ids for problem in train]
 
@@ -66,7 +66,7 @@ def main(steps, test_problems):
 
     # A language model first: next-token prediction on windows from anywhere in the text.
     optimiser = torch.optim.AdamW(lm.parameters(), lr=2e-3)
-    for _ in range(steps // 4):
+    for _ in range(steps // 2):
         rows = []
         for text in rng.choices(texts, k=BATCH):
             first = rng.randrange(len(text) - WINDOW)
@@ -86,7 +86,8 @@ def main(steps, test_problems):
 
     # The channel and the model: a token of the answer, from a window that no longer holds the prompt.
     model.train()
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1, 0, total_iters=steps)
     for step in range(1, steps + 1):
         rows, wanted, batch = [], [], rng.sample(range(len(train)), BATCH)
         for index in batch:
@@ -98,8 +99,9 @@ def main(steps, test_problems):
         loss = F.cross_entropy(logits, torch.tensor(wanted))
         loss.backward()
         optimiser.step()
+        schedule.step()
         optimiser.zero_grad()
-        if step % 200 == 0 or step == steps:
+        if step % 100 == 0 or step == steps:
             print(f"step {step:5d}  loss {loss.item():.3f}  {time.monotonic() - start:.0f} s")
 
     model.eval()
@@ -119,7 +121,7 @@ def main(steps, test_problems):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800, help="steps of the channel's training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the channel's training (default: %(default)s)")
     parser.add_argument("--test-problems", type=int, default=240, help="default: %(default)s")
     given = parser.parse_args()
     main(given.steps, given.test_problems)

@@ -105,7 +105,13 @@ class GoalEncoder(nn.Module):
 
         Ours, not the paper's. Prompts of one template differ in a few tokens, so their means differ by a few hundredths
         around a large common vector, and an MLP at its initial scale barely sees the difference.
+
+        Raises:
+            ValueError: fewer than two goals have no deviation.
         """
+        # CHOICE(LS-AR, 3.1): not in the paper; the faithful arm leaves mean 0 and scale 1.
+        if len(pooled) < 2:
+            raise ValueError(f"calibrate needs the pooled states of at least 2 goals, got {len(pooled)}")
         self.pooled_mean.copy_(pooled.mean(dim=0))
         self.pooled_scale.copy_(pooled.std(dim=0).clamp(min=1e-6))
 

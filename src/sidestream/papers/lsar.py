@@ -153,8 +153,8 @@ def table1(scale: Scale) -> Table1:
             baseline=Backbone(layers=4, width=96, heads=4),
             goal_width=96,
             stage1=loop,
-            stage2=replace(loop, steps=2000, batch_size=256),
-            stage3=replace(loop, steps=1800),
+            stage2=replace(loop, steps=1500, batch_size=256),
+            stage3=replace(loop, steps=1600),
         )
     if scale == "smoke":
         loop = LoopConfig(steps=4, batch_size=8, learning_rate=1e-3, log_every=1)

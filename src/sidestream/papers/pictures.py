@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from sidestream.papers.results import CHANCE, METRICS, Entry, arm_name
 
@@ -114,6 +114,24 @@ def recall_figure(entries: Sequence[Entry], colors: Mapping[str, str]) -> Figure
             place = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}
             axis.annotate(f"chance {chance:.1f}", (0, chance), **place, fontsize=8, color="#666666")
     axes[0].set_ylabel("percent of problems")
+    handles, labels = axes[0].get_legend_handles_labels()
+    if any(entry.paper is not None for entry in entries):
+        handles, labels = [*handles, Line2D([], [], **PAPER, color="#555555")], [*labels, "the paper's value"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
+    return figure
+
+
+def success_figure(entries: Sequence[Entry], colors: Mapping[str, str]) -> Figure:
+    """Goal success over the number of perturbations K, one panel a window (LS-AR, Table 3)."""
+    windows = sorted({entry.where["W"] for entry in entries}, key=lambda w: w or math.inf, reverse=True)
+    figure = Figure(figsize=(10.5, 4.2), dpi=150, layout="constrained")
+    axes = figure.subplots(1, len(windows), sharey=True, squeeze=False)[0]
+    for axis, window in zip(axes, windows, strict=True):
+        draw_curves(axis, [entry for entry in entries if entry.where["W"] == window], "K", colors)
+        axis.set_title(f"W = {window}" if window else "everything in view", pad=10)
+        axis.set_xlabel("K, perturbations forced")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].set_ylabel("percent of problems solved")
     handles, labels = axes[0].get_legend_handles_labels()
     if any(entry.paper is not None for entry in entries):
         handles, labels = [*handles, Line2D([], [], **PAPER, color="#555555")], [*labels, "the paper's value"]

@@ -91,6 +91,8 @@ def write_report(run_dir: Path | str) -> Path:
     with pictures.style():
         if results["table"] == "lsar.table1":
             sections += _table1_sections(run_dir, entries, colors)
+        if results["table"] == "lsar.table3":
+            sections += _table3_sections(run_dir, entries, colors)
         if tsne:
             where = ", ".join(f"{name} = {tsne[name]}" for name in ("H", "W", "perplexity") if name in tsne)
             caption = (
@@ -133,6 +135,18 @@ def _table1_sections(folder: Path, entries: Sequence[Entry], colors: Mapping[str
         figure = _figure(folder, "ablation", "Arms compared", pictures.ladder_figure(here, colors), caption)
         sections.append(f"<h2>What bought what</h2>{figure}{_ladder_html(here, colors)}")
     return sections
+
+
+def _table3_sections(folder: Path, entries: Sequence[Entry], colors: Mapping[str, str]) -> list[str]:
+    """Blocksworld: success over perturbations at the trained number of blocks, a panel a window."""
+    trained = min(entry.where["N"] for entry in entries)
+    drawn = [entry for entry in entries if entry.where["N"] == trained]
+    caption = (
+        f"Share of problems with {trained} blocks whose goal is reached after K forced sub-optimal actions, in closed "
+        "loop. W is what the text channel sees. Bands: 95% intervals."
+    )
+    figure = _figure(folder, "success", "Success over K, by arm", pictures.success_figure(drawn, colors), caption)
+    return [f"<h2>Success under perturbations</h2>{figure}"]
 
 
 # --- reading ---

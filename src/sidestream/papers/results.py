@@ -24,7 +24,9 @@ ARMS = {
     "static_reconstruction": "+ goal reconstruction in stage 2",
     "static": "LS-AR Static (ours)",
     "dynamic": "LS-AR Dynamic",
-    "random_film": "Random FiLM",
+    "dynamic_no_stage2": "LS-AR Dynamic without stage 2",
+    "random_film": "Random FiLM (Static)",
+    "random_film_dynamic": "Random FiLM (Dynamic)",
 }
 METRICS = {
     "item_exact": "Item, exact match",

@@ -37,7 +37,8 @@ def run_arms(
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool, Progress(*columns) as progress:
+    bars = Progress(*columns, refresh_per_second=2)
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool, bars as progress:
         futures: dict[str, Future] = {arm: pool.submit(work, arm) for arm in arms}
         tasks = {}
         try:
@@ -51,7 +52,7 @@ def run_arms(
                         future.result()  # raises what the worker raised
                 if all(future.done() for future in futures.values()):
                     return
-                time.sleep(0.5)
+                time.sleep(1.0)
         except BaseException:
             for process in list((pool._processes or {}).values()):
                 process.terminate()
