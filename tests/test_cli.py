@@ -172,7 +172,7 @@ def test_a_runs_own_file_is_a_config(asked, tmp_path):
     ("words", "parts"),
     [
         (["rnu"], ["unknown command 'rnu'", "'run'"]),
-        (["run", "lsar.table2"], ["unknown table 'lsar.table2'", "'lsar.table1'", "sidestream tables"]),
+        (["run", "lsr.table1"], ["unknown table 'lsr.table1'", "'lsar.table1'", "sidestream tables"]),
         (["run", "lsar.table1", "--scale", "smok"], ["unknown scale 'smok'", "'smoke'", "smoke, cpu or paper"]),
         ([*SMOKE, "--windw", "5"], ["unknown field --windw", "'--window'"]),
         ([*SMOKE, "--stage3.stps", "5"], ["unknown field --stage3.stps", "'--stage3.steps'"]),

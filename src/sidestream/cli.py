@@ -19,11 +19,17 @@ from jsonargparse import ArgumentParser
 
 TABLES = {
     "lsar.table1": "Treasure Hunt: item and passcode recalled after the prompt left the window (LS-AR Table 1, Fig. 4)",
+    "lsar.table3": "Blocksworld: goals reached after K perturbations, N blocks, W tokens in view (LS-AR Table 3)",
 }
 COSTS = {
     "lsar.table1": {
         "smoke": "under a minute on 2 CPU cores",
         "cpu": "about 12 minutes on 2 CPU cores",
+        "paper": "hours on one GPU; weeks without",
+    },
+    "lsar.table3": {
+        "smoke": "under a minute on 2 CPU cores",
+        "cpu": "about an hour on 2 CPU cores",
         "paper": "hours on one GPU; weeks without",
     },
 }
@@ -90,10 +96,10 @@ def _run(words: list[str]) -> int:
         raise ValueError(f"unknown table {name!r}{_nearest(name, TABLES)}; see sidestream tables")
     scale = _scale(words[1:])
     _quiet()
-    from sidestream.papers import lsar
     from sidestream.papers.experiment import from_json
 
-    parser = _parser(name, lsar.table1(scale))  # type: ignore[arg-type]
+    build, kind, run = _table(name)
+    parser = _parser(name, build(scale))
     settings = parser.parse_args(words[1:]).as_dict()
     extras = {extra: settings.pop(extra) for extra in ("config", "out", "resume", "jobs")}
     for field, value in (("table", name), ("scale", scale)):
@@ -101,17 +107,28 @@ def _run(words: list[str]) -> int:
             raise ValueError(f"{field} is {settings[field]!r} in the settings given, and {value!r} on the command line")
     if extras["jobs"] is not None and extras["jobs"] < 1:
         raise ValueError(f"jobs is {extras['jobs']}; it must be at least 1")
-    experiment = from_json(lsar.Table1, settings)
+    experiment = from_json(kind, settings)
     _warn_of_cost(experiment)
     gc.freeze()  # every stage's Trainer collects garbage; torch's own objects need not be looked at each time
     return _execute(
-        lsar.run_table1,
+        run,
         experiment,
         Path(extras["out"] or f"runs/{name}/{scale}-seed{experiment.seed}"),
         command="sidestream run " + shlex.join(word for word in words if word != "--resume"),
         resume=extras["resume"],
         jobs=extras["jobs"],
     )
+
+
+def _table(name: str) -> tuple[Any, Any, Any]:
+    """What builds the table's experiment at a scale, the experiment's class, and what runs it."""
+    if name == "lsar.table1":
+        from sidestream.papers import lsar
+
+        return lsar.table1, lsar.Table1, lsar.run_table1
+    from sidestream.papers import planning
+
+    return planning.table3, planning.Table3, planning.run_table3
 
 
 def _execute(run: Any, experiment: Any, out: Path, **options: Any) -> int:
@@ -261,7 +278,8 @@ def _cpu_hours(experiment: Any) -> float:
     def flops(model: Any, loop: Any, *, head: bool) -> float:
         # 12 D^2 weights a block; GPT-2's vocabulary where every position is scored.
         parameters = 12 * model.width**2 * model.layers + 50257 * model.width * head
-        return 6 * parameters * loop.steps * loop.batch_size * experiment.window
+        # A planning row is a prompt of ~28 tokens and a plan of ~35.
+        return 6 * parameters * loop.steps * loop.batch_size * getattr(experiment, "window", 64)
 
     conditioned = [arm for arm in experiment.arms if arm != "baseline"]
     total = sum(flops(experiment.encoder, experiment.stage3, head=arm == "static_faithful") for arm in conditioned)
@@ -284,17 +302,21 @@ def _print_table(results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    metrics = list(dict.fromkeys(cell["metric"] for cell in results["cells"]))
-    columns = list(dict.fromkeys(cell["where"]["H"] for cell in results["cells"]))
-    window = results["cells"][0]["where"]["W"]
-    table = Table(title=f"{results['table']} {results['scale']}: percent, by H (W = {window})")
-    for head in ("arm", "metric", *map(str, columns)):
-        table.add_column(head, justify="left" if head in ("arm", "metric") else "right")
-    values = {(c["arm"], c["metric"], c["where"]["H"]): c["value"] for c in results["cells"]}
-    for arm in dict.fromkeys(cell["arm"] for cell in results["cells"]):
-        for metric in metrics:
-            table.add_row(arm, metric, *(f"{100 * values[arm, metric, column]:.1f}" for column in columns))
-    Console().print(table)
+    from sidestream.papers.results import conditions, merge_seeds, pivot
+
+    cells = pivot(merge_seeds([results]))
+    fixed = conditions(cells.fixed)
+    title = f"{results['table']} {results['scale']}: percent{f', {fixed}' if fixed else ''}, by {cells.column}"
+    table = Table(title=title, title_justify="left", padding=(0, 0), pad_edge=False)
+    for head in ("metric", "arm", *map(str, cells.columns)):
+        table.add_column(head, justify="left" if head in ("arm", "metric") else "right", no_wrap=True, min_width=5)
+    last = ""
+    for (metric, arm, rest), row in cells.rows.items():
+        values = (f"{100 * row[column].value:.1f}" if column in row else "-" for column in cells.columns)
+        table.add_row(metric if metric != last else "", f"{arm} {rest}".strip(), *values, end_section=False)
+        last = metric
+    # A pipe is not a terminal of 80 columns: numbers are not to be cut to fit one.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 # ---------------------------------------------------------------- tables, report, readme

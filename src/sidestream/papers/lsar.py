@@ -243,7 +243,7 @@ def run_table1(
     started = time.monotonic()
     first = experiment.horizons[0]
     treasure.write_jsonl(data.tests[first], directory / f"{experiment.split}-H{first}.jsonl", data.vocabulary.decode)
-    jobs = default_jobs(len(experiment.arms)) if jobs is None else jobs
+    jobs = default_jobs(len(experiment.arms), experiment.scale) if jobs is None else jobs
     run = _Table1Run(experiment, directory, data)
     if any(arm != "baseline" for arm in experiment.arms):
         run.base()

@@ -173,7 +173,7 @@ def run_table3(
     started = time.monotonic()
     run.base()
     trained = [arm for arm in experiment.arms if arm in TRAINED]
-    jobs = default_jobs(len(trained)) if jobs is None else jobs
+    jobs = default_jobs(len(trained), experiment.scale) if jobs is None else jobs
     if jobs == 1:
         for arm in trained:
             run.arm(arm)

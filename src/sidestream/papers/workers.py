@@ -60,11 +60,17 @@ def run_arms(
             raise
 
 
-def default_jobs(arms: int) -> int:
-    """One a core on a CPU, one in all on a GPU."""
+def default_jobs(arms: int, scale: str) -> int:
+    """One a core on a CPU; one in all on a GPU, and at `smoke`, where a worker's imports would cost more than its work.
+
+    With more than one job this process goes down to one thread too: beside a busy process, two threads are slower.
+    """
     import torch
 
-    return 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, arms)
+    jobs = 1 if torch.cuda.is_available() or scale == "smoke" else min(os.cpu_count() or 1, arms)
+    if jobs > 1:
+        torch.set_num_threads(1)
+    return jobs
 
 
 def _one_thread() -> None:
