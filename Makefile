@@ -12,7 +12,9 @@ DEMO_OUT ?= runs/lsar.table1/$(SCALE)-seed$(SEED)
 
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test slow check format choices readme clean
+OLDEST ?= 5.18.0
+
+.PHONY: setup demo test slow check oldest format choices readme clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +34,17 @@ test: setup  ## the default suite
 slow: setup  ## the long tests
 	$(BIN)/python -m pytest -m slow --timeout 1800
 
+oldest: $(VENV)-oldest/.ready  ## the contract on the oldest supported transformers
+	$(VENV)-oldest/bin/python -m pytest tests/test_contract.py tests/test_gradients.py tests/test_saving.py \
+		tests/test_window.py tests/test_tracker.py tests/test_loop.py
+
+# The constraints file pins the newest transformers and what goes with it, so it is not used here.
+$(VENV)-oldest/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check "transformers==$(OLDEST)" -e ".[dev]"
+	touch $@
+
 check: setup  ## style, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +62,4 @@ readme: setup  ## rewrite README's tables from the committed results files
 	$(BIN)/sidestream readme README.md results
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-oldest .pytest_cache .ruff_cache .hypothesis build dist

@@ -40,6 +40,7 @@ HELP = """usage: sidestream COMMAND ...
 commands:
   run TABLE     train and evaluate one table, end with a report   (sidestream run lsar.table1 --scale cpu)
   tables        what can be run, and what it costs
+  solve FILE... plans for PDDL Blocksworld problems, by a model that lsar.table3 has trained
   report DIR    write the report of a finished run directory again
   readme        write the tables of a README from committed results files
 
@@ -50,7 +51,7 @@ commands:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status. A user's mistake is one line on stderr and status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"run": _run, "tables": _tables, "report": _report, "readme": _readme}
+    commands = {"run": _run, "tables": _tables, "report": _report, "readme": _readme, "solve": _solve}
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -345,6 +346,49 @@ def _report(words: list[str]) -> int:
 
     print(write_report(Path(words[0])))
     return 0
+
+
+def _solve(words: list[str]) -> int:
+    parser = _Parser(
+        prog="sidestream solve",
+        description="Plans for PDDL Blocksworld problems (4 operators), each written beside its problem as FILE.soln.",
+        default_env=False,
+        allow_abbrev=False,
+    )
+    parser.types = {}
+    parser.add_argument("problems", nargs="+", type=str, help="PDDL problem files")
+    parser.add_argument("--run", type=str, default="runs/lsar.table3/cpu-seed0", help="a finished run of lsar.table3")
+    parser.add_argument("--arm", type=str, default="dynamic", help="whose weights: baseline, static or dynamic")
+    parser.add_argument("--window", type=int, default=0, help="W, the tokens in view; 0 for everything")
+    parser.add_argument("--out", type=str | None, default=None, help="folder for the .soln files")
+    given = parser.parse_args(words)
+    from sidestream.tasks.pddl import read_problem, write_plan
+
+    paths = [Path(name) for name in given.problems]
+    try:
+        problems = [read_problem(path) for path in paths]
+    except OSError as error:
+        return _complain(f"{error.filename}: {error.strerror}")
+    _quiet()
+    from sidestream.papers.planning import solve
+
+    solved = 0
+    results = solve(Path(given.run), problems, arm=given.arm, window=given.window)
+    for path, problem, (score, actions) in zip(paths, problems, results, strict=True):
+        if not score.success:
+            print(f"{path}: no plan ({score.failure} at step {score.failed_at}: {score.reason})")
+            continue
+        solved += 1
+        folder = Path(given.out) if given.out else path.parent
+        target = folder / path.with_suffix(".soln").name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_plan(target, problem, actions)
+        except OSError as error:
+            return _complain(f"{target}: {error.strerror}; choose a folder with --out")
+        print(f"{path}: {score.steps} steps, {score.over} over the shortest -> {target}")
+    print(f"{solved} of {len(paths)} solved")
+    return 0 if solved == len(paths) else 1
 
 
 def _readme(words: list[str]) -> int:

@@ -59,7 +59,6 @@ class _Row:
         return self.rollout.done and not self.forcing
 
 
-@torch.no_grad()
 def run_episodes(
     model: AttachedLM,
     episodes: Sequence[Episode],
@@ -69,7 +68,22 @@ def run_episodes(
     goals: LatentState | None = None,
     batch_size: int = 250,
 ) -> list[PlanScore]:
-    """Score a model's closed-loop plans.
+    """Score a model's closed-loop plans; the arguments are those of `finish_episodes`."""
+    ends = finish_episodes(model, episodes, vocabulary, window=window, goals=goals, batch_size=batch_size)
+    return [score_rollout(episode, end) for episode, end in zip(episodes, ends, strict=True)]
+
+
+@torch.no_grad()
+def finish_episodes(
+    model: AttachedLM,
+    episodes: Sequence[Episode],
+    vocabulary: WordVocabulary,
+    *,
+    window: int,
+    goals: LatentState | None = None,
+    batch_size: int = 250,
+) -> list[Rollout]:
+    """Play episodes to their end in closed loop.
 
     Args:
         model: an attached model; with `goals` None its channel stays closed (a plain AR decoder).
@@ -78,15 +92,15 @@ def run_episodes(
         goals: one latent state per episode.
         batch_size: episodes at a time.
     """
-    scores: list[PlanScore] = []
+    ends: list[Rollout] = []
     for first in range(0, len(episodes), batch_size):
         rows = [_Row(episode) for episode in episodes[first : first + batch_size]]
         part = None
         if goals is not None:
             part = goals.select(torch.arange(first, first + len(rows), device=goals.goal.device))
         _finish(model, rows, vocabulary, window, part)
-        scores += [score_rollout(row.episode, row.rollout) for row in rows]
-    return scores
+        ends += [row.rollout for row in rows]
+    return ends
 
 
 def _finish(

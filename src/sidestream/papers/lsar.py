@@ -52,14 +52,14 @@ class StaticArm:
 STATIC_ARMS = {
     "static_faithful": StaticArm(),
     "static_scored": StaticArm(scored="answer"),
-    "static_first_block": StaticArm(scored="answer", pool_layer=1),
-    "static_calibrated": StaticArm(scored="answer", pool_layer=1, calibrate=True),
+    "static_pooling": StaticArm(scored="answer", pool_layer=1, calibrate=True),
     "static_reconstruction": StaticArm(scored="answer", pool_layer=1, calibrate=True, reconstruction=10.0),
     "static": StaticArm(
         scored="answer", pool_layer=1, calibrate=True, reconstruction=10.0, train_encoder=True, mask_prompt=0.3
     ),
 }
-"""Each arm adds one change to the one before it: a ladder from the paper's method to ours."""
+"""Each arm adds a change to the one before it: a ladder from the paper's method to ours. Loss, pooling (where and on
+what scale: neither does it alone), objective of stage 2, stage 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,9 @@ def run_table1(
     else:
         work = partial(_table1_worker, experiment, directory)
         folders = {arm: run.folders(arm) for arm in experiment.arms}
-        run_arms(work, experiment.arms, jobs=jobs, folders=folders)
+        # The longest first, so that no worker is left with it at the end.
+        order = sorted(experiment.arms, key=lambda arm: arm != "baseline")
+        run_arms(work, order, jobs=jobs, folders=folders)
     arms = {arm: json.loads((directory / arm / "arm.json").read_text(encoding="utf-8")) for arm in experiment.arms}
     states = {arm: record["tsne"] for arm, record in arms.items() if record["tsne"]}
     if states:

@@ -15,18 +15,27 @@ import torch
 from torch import Tensor
 
 from sidestream.channels import GoalConfig, LatentState
-from sidestream.evaluation.planning import run_episodes
+from sidestream.evaluation.planning import finish_episodes, run_episodes
 from sidestream.evaluation.stats import mcnemar_exact, wilson
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.backbones import Backbone, parameter_count
 from sidestream.lm.text import WordVocabulary
-from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
+from sidestream.papers.experiment import from_json, open_run, record_call, to_json, write_whole
 from sidestream.papers.results import check_results, load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks.base import Example
-from sidestream.tasks.blocksworld_data import END, TRIGGER, WORDS, BlocksworldConfig, data_hash, examples
-from sidestream.tasks.blocksworld_loop import Episode, episodes
-from sidestream.training.loop import LoopConfig, train
+from sidestream.tasks.blocksworld import Action, Problem
+from sidestream.tasks.blocksworld_data import (
+    END,
+    TRIGGER,
+    WORDS,
+    BlocksworldConfig,
+    data_hash,
+    examples,
+    standard_names,
+)
+from sidestream.tasks.blocksworld_loop import Episode, PlanScore, episodes, make_episode, score_rollout
+from sidestream.training.loop import FINAL, LoopConfig, train
 from sidestream.training.planning import PlanLM, PlanRowConfig, PlanRows, collate_plans
 from sidestream.training.stages import align_goal, pooled_states
 
@@ -171,9 +180,9 @@ def run_table3(
     run = _Run(experiment, directory)
     origin = record_call(directory, command, data_hash(run.training))
     started = time.monotonic()
-    run.base()
     trained = [arm for arm in experiment.arms if arm in TRAINED]
     jobs = default_jobs(len(trained), experiment.scale) if jobs is None else jobs
+    run.base()
     if jobs == 1:
         for arm in trained:
             run.arm(arm)
@@ -303,7 +312,8 @@ class _Run:
         triggers = tuple(self.vocabulary.encode(TRIGGER)) if dynamic else ()
         config = GoalConfig(mode="dynamic" if dynamic else "static", width=e.goal_width, trigger_ids=triggers)
         model = attach(decoder, goal=config, encoder=base)
-        if arm != "dynamic_no_stage2":
+        # Stage 3's weights hold E_pred as well; stage 2 is needed only on the way to them.
+        if arm != "dynamic_no_stage2" and not (self.directory / arm / "stage3" / FINAL).exists():
             self._align(arm, model)
         model.channel.encoder.requires_grad_(e.train_encoder)
         module = PlanLM(model).to(self.device)
@@ -363,6 +373,36 @@ class _Run:
             tags={"arm": arm, "stage": stage[-1]},
             rates=rates,
         )
+
+
+def solve(
+    directory: Path, problems: Sequence[Problem], *, arm: str = "dynamic", window: int = 0
+) -> list[tuple[PlanScore, tuple[Action, ...]]]:
+    """Plans of a finished run's model for problems from elsewhere, in closed loop without perturbations.
+
+    Args:
+        directory: a run of `lsar.table3`.
+        problems: blocks are renamed to the vocabulary's names; actions hold block numbers, so they fit the originals.
+        arm: whose weights.
+        window: W; 0 for everything in view.
+
+    Raises:
+        ValueError: the directory holds no finished run of that arm, or a problem has more blocks than there are names.
+    """
+    path = directory / "experiment.json"
+    if not path.exists():
+        raise ValueError(f"{directory} holds no run of lsar.table3; train one with `sidestream run lsar.table3`")
+    experiment = from_json(Table3, json.loads(path.read_text(encoding="utf-8")))
+    if arm not in TRAINED or not (directory / arm / "stage3" / FINAL).exists():
+        there = [name for name in TRAINED if (directory / name / "stage3" / FINAL).exists()]
+        raise ValueError(f"{directory} holds no finished arm {arm!r}; it has {', '.join(there) or 'none'}")
+    run = _Run(experiment, directory, show=False)
+    model, _ = run.baseline() if arm == "baseline" else run.steered(arm)
+    tests = [make_episode(standard_names(problem), perturbations=0, seed=0) for problem in problems]
+    prompts = [run.vocabulary.encode(test.prompt) for test in tests]
+    goals = None if arm == "baseline" else model.encode_goal(prompts)
+    rollouts = finish_episodes(model, tests, run.vocabulary, window=window, goals=goals)
+    return [(score_rollout(test, end), end.actions) for test, end in zip(tests, rollouts, strict=True)]
 
 
 def noise_like(goal: Tensor, seed: int) -> Tensor:
