@@ -15,8 +15,12 @@ from sidestream.tasks.treasure import TreasureProblem
 def treasure_states(
     model: Any, problems: Sequence[TreasureProblem], *, window: int, goals: LatentState | None = None
 ) -> np.ndarray:
-    """(N, D) last-layer states at the trigger's last token, from which the answer's first token is predicted."""
-    rows = [problem.forced_ids[-window:] for problem in problems]
+    """(N, D) last-layer states from which the item's first token is predicted, the passcode before it forced.
+
+    At the trigger itself the next token is the passcode's, and states there are arranged by passcode, not by item.
+    """
+    # CHOICE(LS-AR, Figure 4b): which states are drawn is open.
+    rows = [(problem.forced_ids + problem.code_ids)[-window:] for problem in problems]
     return last_states(model, rows, goal=goals).float().cpu().numpy()
 
 

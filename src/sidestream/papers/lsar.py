@@ -53,13 +53,10 @@ STATIC_ARMS = {
     "static_faithful": StaticArm(),
     "static_scored": StaticArm(scored="answer"),
     "static_pooling": StaticArm(scored="answer", pool_layer=1, calibrate=True),
-    "static_reconstruction": StaticArm(scored="answer", pool_layer=1, calibrate=True, reconstruction=10.0),
-    "static": StaticArm(
-        scored="answer", pool_layer=1, calibrate=True, reconstruction=10.0, train_encoder=True, mask_prompt=0.3
-    ),
+    "static": StaticArm(scored="answer", pool_layer=1, calibrate=True, reconstruction=10.0),
 }
-"""Each arm adds a change to the one before it: a ladder from the paper's method to ours. Loss, pooling (where and on
-what scale: neither does it alone), objective of stage 2, stage 3."""
+"""Each arm adds a change to the one before it, a ladder from the paper's method to ours: the loss of stage 3; pooling
+(where, and on what scale: neither does it alone); the objective of stage 2."""
 
 
 @dataclass(frozen=True, kw_only=True)

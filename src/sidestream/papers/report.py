@@ -96,9 +96,9 @@ def write_report(run_dir: Path | str) -> Path:
         if tsne:
             where = ", ".join(f"{name} = {tsne[name]}" for name in ("H", "W", "perplexity") if name in tsne)
             caption = (
-                f"Decoder states where the answer is asked for ({where}); a mark is a problem, colour and shape its "
-                "goal. Only neighbourhoods mean something: axes and distances between clusters do not. The silhouette "
-                "is 1 for tight clusters by goal and about 0 or below for a mixture."
+                f"Decoder states where the item is to be named, the passcode before it forced ({where}); a mark is a "
+                "problem, colour and shape its item. Only neighbourhoods mean something: axes and distances between "
+                "clusters do not. The silhouette is 1 for tight clusters by goal and about 0 or below for a mixture."
             )
             figure = _figure(run_dir, "tsne", "Decoder states by goal", pictures.tsne_figure(tsne["arms"]), caption)
             sections.append(f"<h2>Decoder states by goal, t-SNE (Fig. 4b)</h2>{figure}")
