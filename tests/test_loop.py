@@ -121,6 +121,7 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path, undisturbed, after):
     assert data.read[0] == 2 * 3 * (after // 3), "steps before the checkpoint were run again, or some were left out"
 
 
+@pytest.mark.slow
 def test_killed_process_resumes_bit_identical(tmp_path):
     """A real SIGKILL, at a random moment after the second checkpoint."""
     whole = run(tmp_path / "whole", Text(120), config=LONGER)

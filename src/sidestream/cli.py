@@ -24,7 +24,7 @@ TABLES = {
 COSTS = {
     "lsar.table1": {
         "smoke": "under a minute on 2 CPU cores",
-        "cpu": "about 12 minutes on 2 CPU cores",
+        "cpu": "about 11 minutes on 2 CPU cores",
         "paper": "hours on one GPU; weeks without",
     },
     "lsar.table3": {

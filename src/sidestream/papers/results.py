@@ -20,7 +20,7 @@ ARMS = {
     "static_faithful": "LS-AR Static (faithful)",
     "static_scored": "+ loss on the answer only",
     "static_pooling": "+ first-block pooling, standardised",
-    "static": "LS-AR Static (ours): + goal reconstruction",
+    "static": "LS-AR Static (ours)",
     "dynamic": "LS-AR Dynamic",
     "dynamic_no_stage2": "LS-AR Dynamic without stage 2",
     "random_film": "Random FiLM (Static)",
