@@ -3,7 +3,7 @@
 The prompt names an item and a passcode, then come distractors until the prompt has left the window, then the question.
 The text in view does not hold the answer. The channel does.
 
-    python examples/loop.py            # about half a minute on one core
+    python examples/loop.py            # under a minute on one core
 """
 
 import argparse

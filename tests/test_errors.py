@@ -109,3 +109,31 @@ def test_wrong_calls():
     logits(model, IDS[:, :4], cache=cache)
     with pytest.raises(ValueError, match="must cover the 4 tokens"):
         model(IDS[:, 4:], cache=cache, attention_mask=torch.ones(3, 5, dtype=torch.long))
+
+
+def test_wrong_kinds_of_settings_are_named():
+    with pytest.raises(ValueError, match="goal is 32; give the channel's settings"), unchecked_types():
+        attach(tiny("gpt2"), goal=32)  # type: ignore[arg-type]
+    model = attached("llama", "static")
+    for window in ("16", 16.0, True):
+        with pytest.raises(ValueError, match="window is .*; give a number of tokens"):
+            model.new_cache(window=window)  # type: ignore[arg-type]
+
+
+def test_goal_ids_outside_the_vocabulary_are_named():
+    with pytest.raises(ValueError, match="a goal has token ids 1 to 999; E_base knows 0 to 96"):
+        attached("gpt2", "static").encode_goal([[999], [1]])
+
+
+def test_a_cache_passed_back_keeps_its_window():
+    model = attached("llama", "static")
+    asked = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+    out = model.generate(IDS, attention_mask=torch.ones_like(IDS), goal=GOALS, window=6, **asked)
+    cache = out["cache"] if "cache" in out else out["past_key_values"]
+    text = out.sequences
+    again = model.generate(text, attention_mask=torch.ones_like(text), cache=cache, window=6, **asked)
+    assert again.sequences.shape[1] == text.shape[1] + 2
+    with pytest.raises(ValueError, match="was made with window 6, which stays"):
+        model.generate(again.sequences, cache=cache, window=8, **asked)
+    with pytest.raises(ValueError, match="was made with window None"):
+        model.generate(IDS, cache=model.new_cache(), window=8, **asked)

@@ -379,7 +379,7 @@ def test_what_a_window_refuses():
             lambda: feed(opt, opt.new_cache(GOALS, window=8), [40, 40], ids=tokens(3, 80)),
             "for 64 tokens and is to read 72",
         ),
-        (lambda: llama.generate(IDS, goal=GOALS, cache=llama.new_cache(), window=8), "when the cache is made"),
+        (lambda: llama.generate(IDS, goal=GOALS, cache=llama.new_cache(), window=8), "was made with window None"),
         (lambda: feed(llama, llama.new_cache(GOALS, window=8), [24], labels=IDS), "crop the text"),
         (lambda: llama(inputs_embeds=torch.rand(3, 2, 32), cache=llama.new_cache(GOALS, window=8)), "counts tokens"),
         (lambda: dynamic(inputs_embeds=torch.rand(3, 2, 32), cache=dynamic.new_cache(GOALS)), "pass input_ids"),

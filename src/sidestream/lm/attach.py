@@ -109,6 +109,11 @@ class AttachedLM(nn.Module):
             state = goal
         else:
             ids, mask = goal_ids(goal, attention_mask, self.tokenizer, self.device)
+            vocabulary = text_config(self._reader).vocab_size
+            if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
+                raise ValueError(
+                    f"a goal has token ids {int(ids.min())} to {int(ids.max())}; E_base knows 0 to {vocabulary - 1}"
+                )
             state = self.channel.encode(self.goal_hidden(ids, mask), mask.bool())
         return self.channel.fold(state) if self.channel.tracker is None else state
 
@@ -242,7 +247,12 @@ class AttachedLM(nn.Module):
         cache = kwargs.pop("cache", None)
         cache = old_name if cache is None else cache
         if cache is not None and window is not None:
-            raise ValueError("give the window when the cache is made: model.new_cache(window=...)")
+            held = getattr(cache, "window", None)
+            if held is None or window not in (held, held.size):
+                raise ValueError(
+                    f"the cache passed back was made with window {held.size if held else None}, which stays as it is; "
+                    "leave window out, or start anew without the cache"
+                )
         if cache is None and (goal is not None or window is not None):
             cache = self.new_cache(window=window)
         if goal is not None:
@@ -275,6 +285,8 @@ class AttachedLM(nn.Module):
         table = learned_positions(self.lm)
         name = type(self.lm).__name__
         rotary = table is None and takes(self.lm, "position_ids")  # ALiBi models take none
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int | Window)):
+            raise ValueError(f"window is {window!r}; give a number of tokens or a sidestream.Window")
         if isinstance(window, int):
             window = Window(size=window, policy="rolling" if rotary else "reindex")
         if window is not None:
@@ -435,6 +447,8 @@ def attach(
         ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does
             not fit the models.
     """
+    if not isinstance(goal, GoalConfig):
+        raise ValueError(f"goal is {goal!r}; give the channel's settings: attach(lm, goal=GoalConfig(width=...))")
     found = list(sites) if sites is not None else film_sites(lm)
     for site in found:
         try:

@@ -70,7 +70,7 @@ class Table1:
     seed: int = 0
     """Of initial weights, training problems and their order. Test problems are the same for every seed."""
     arms: tuple[str, ...] = ("baseline", *STATIC_ARMS)
-    """Arms to train: `baseline` and names of `STATIC_ARMS`."""
+    """Arms to train. `static_faithful` is the paper's method, `static` ours; those between add one change each."""
     window: int
     """W, tokens the text channel sees."""
     horizons: tuple[int, ...]
@@ -88,7 +88,7 @@ class Table1:
     encoder: Backbone
     """E_base and, with the same shape, D_base."""
     baseline: Backbone
-    """The unconditioned decoder, matched in parameters."""
+    """The unconditioned decoder. At `paper` scale it matches LS-AR in parameters (89M and 85M)."""
     goal_width: int
     """G, width of the goal vector."""
     stage1: LoopConfig

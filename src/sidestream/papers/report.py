@@ -94,7 +94,7 @@ def write_report(run_dir: Path | str) -> Path:
         if results["table"] == "lsar.table3":
             sections += _table3_sections(run_dir, entries, colors)
         if tsne:
-            where = ", ".join(f"{name} = {tsne[name]}" for name in ("H", "W", "perplexity") if name in tsne)
+            where = ", ".join(f"{name} = {tsne[name]:.3g}" for name in ("H", "W", "perplexity") if name in tsne)
             caption = (
                 f"Decoder states where the item is to be named, the passcode before it forced ({where}); a mark is a "
                 "problem, colour and shape its item. Only neighbourhoods mean something: axes and distances between "
