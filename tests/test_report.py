@@ -16,9 +16,18 @@ from matplotlib import colors as mcolors
 from matplotlib.image import imread
 
 from sidestream.evaluation.stats import wilson
-from sidestream.papers.pictures import COLORS, arm_colors
+from sidestream.papers.pictures import COLORS, DASHED, OTHER_COLORS, arm_looks
 from sidestream.papers.report import write_report
-from sidestream.papers.results import load_results, markdown_table, merge_seeds, past_window, pivot, update_readme
+from sidestream.papers.results import (
+    ARMS,
+    arm_name,
+    load_results,
+    markdown_table,
+    merge_seeds,
+    past_window,
+    pivot,
+    update_readme,
+)
 
 W = 128
 DISTANCES = (64, 128, 160, 256, 2048)
@@ -178,20 +187,68 @@ def has_color(image: np.ndarray, color: str) -> bool:
 
 def test_pictures_are_drawn_in_the_arms_colours(run_dir):
     assert {path.name for path in run_dir.glob("*.png")} == {"recall.png", "ablation.png", "tsne.png", "loss.png"}
-    palette = arm_colors(LADDER)
+    looks = arm_looks("lsar.table1", LADDER)
     for name in ("recall", "ablation", "loss", "tsne"):
         image = imread(run_dir / f"{name}.png")[::2, ::2]
         assert 0.01 < (image[..., :3].min(-1) < 0.9).mean() < 0.7, f"{name} is blank or flooded"
         if name in ("recall", "ablation"):
-            assert all(has_color(image, palette[arm]) for arm in LADDER)
+            assert all(has_color(image, looks[arm].color) for arm in LADDER)
             assert not has_color(image, COLORS["dynamic"])
 
 
 def test_colours_are_fixed_and_apart():
-    assert arm_colors(["x", "static", "y"])["static"] == arm_colors(["static"])["static"] == COLORS["static"]
-    assert len(set(arm_colors([*COLORS, *"abcdefg"]).values())) == len(COLORS) + 7
+    looks = arm_looks("lsar.table3", ["x", *COLORS, "y"])
+    assert looks["static"].color == arm_looks("other", ["static"])["static"].color == COLORS["static"]
+    assert list(looks) == ["x", *COLORS, "y"]
+    for table, arms in ARMS.items():
+        looks = arm_looks(table, [*arms, "x"])
+        seen = [(look.color, look.dashed) for look in looks.values()]
+        assert len(set(seen)) == len(seen), table
+    apart = arm_looks("other", ["baseline", *(f"arm {i}" for i in range(len(OTHER_COLORS)))])
+    assert len({look.color for look in apart.values()}) == 1 + len(OTHER_COLORS)
+    assert all(COLORS[arm] == COLORS[arm.removesuffix("_pool")] for arm in DASHED)
     red, green, blue = mcolors.to_rgb(COLORS["baseline"])
     assert red == green == blue
+
+
+def test_an_arm_is_named_by_its_table():
+    assert arm_name("static", "lsar.table1") == "LS-AR Static (ours)"
+    assert arm_name("static", "lsar.table3") == "LS-AR Static"
+    assert arm_name("text_masked", "lsar.table1") == "text masked" and arm_name("static", "other") == "static"
+    for arms in ARMS.values():
+        assert len(set(arms.values())) == len(arms)
+
+
+def planning_cells(arms=("baseline", "dynamic"), extra=((0, 6), (0, 7))):
+    """Table 3's cells: K = 0, 1, 2 at N = 5, and `extra`, at two windows."""
+    places = [*((k, 5) for k in range(3)), *extra]
+    return [
+        cell(arm, "success", 0, 400 - 100 * k - 10 * n) | {"where": {"K": k, "N": n, "W": w}}
+        for arm in arms
+        for k, n in places
+        for w in (0, 16)
+    ]
+
+
+def test_the_pivot_puts_more_blocks_beside_more_perturbations(tmp_path):
+    results = invented() | {"table": "lsar.table3", "cells": planning_cells()}
+    table = pivot(merge_seeds([results]))
+    assert table.column == "K and N" and table.columns == ["K = 0", "K = 1", "K = 2", "N = 6", "N = 7"]
+    assert [table.title(column) for column in table.columns[2:4]] == [("K = 2", "N = 5"), ("N = 6", "K = 0")]
+    assert len(table.rows) == 4 and all(len(row) == 5 for row in table.rows.values())
+    row = table.rows["success", "dynamic", "W = 16"]
+    assert [row[column].where for column in ("K = 1", "N = 7")] == [
+        {"K": 1, "N": 5, "W": 16},
+        {"K": 0, "N": 7, "W": 16},
+    ]
+    lines = markdown_table([write(tmp_path / "cpu-seed0.json", results)]).splitlines()
+    assert lines[0] == "| metric | arm | K = 0<br>(N = 5) | K = 1<br>(N = 5) | K = 2<br>(N = 5) | " + (
+        "N = 6<br>(K = 0) | N = 7<br>(K = 0) |"
+    )
+    assert any(line.startswith("|  | LS-AR Dynamic, W = 16 | 70.0<br>") for line in lines)
+    # N = 6 at two values of K has no single place beside them: N stays in the rows.
+    crossed = pivot(merge_seeds([results | {"cells": planning_cells(extra=((0, 6), (1, 6)))}]))
+    assert crossed.column == "K" and crossed.columns == [0, 1, 2] and len(crossed.rows) == 8
 
 
 def test_report_counts_torn_log_lines(page, tmp_path):

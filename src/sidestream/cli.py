@@ -127,9 +127,10 @@ def _table(name: str) -> tuple[Any, Any, Any]:
         from sidestream.papers import lsar
 
         return lsar.table1, lsar.Table1, lsar.run_table1
-    from sidestream.papers import planning
+    from sidestream.papers.planning import Table3, table3
+    from sidestream.papers.planning_run import run_table3
 
-    return planning.table3, planning.Table3, planning.run_table3
+    return table3, Table3, run_table3
 
 
 def _execute(run: Any, experiment: Any, out: Path, **options: Any) -> int:
@@ -282,13 +283,14 @@ def _cpu_hours(experiment: Any) -> float:
         # A planning row is a prompt of ~28 tokens and a plan of ~35.
         return 6 * parameters * loop.steps * loop.batch_size * getattr(experiment, "window", 64)
 
-    conditioned = [arm for arm in experiment.arms if arm != "baseline"]
+    conditioned = [arm for arm in experiment.arms if not arm.startswith(("baseline", "random_film", "alpha_zero"))]
     total = sum(flops(experiment.encoder, experiment.stage3, head=arm == "static_faithful") for arm in conditioned)
     if conditioned:
         total += flops(experiment.encoder, experiment.stage1, head=True)
-    if "baseline" in experiment.arms:
-        total += flops(experiment.baseline, experiment.stage1, head=True)
-        total += flops(experiment.baseline, experiment.stage3, head=False)
+    for arm in experiment.arms:
+        if arm.startswith("baseline"):
+            total += flops(experiment.baseline, experiment.stage1, head=True)
+            total += flops(experiment.baseline, experiment.stage3, head=False)
     return total / 1e11 / 3600
 
 
@@ -358,8 +360,14 @@ def _solve(words: list[str]) -> int:
     parser.types = {}
     parser.add_argument("problems", nargs="+", type=str, help="PDDL problem files")
     parser.add_argument("--run", type=str, default="runs/lsar.table3/cpu-seed0", help="a finished run of lsar.table3")
-    parser.add_argument("--arm", type=str, default="dynamic", help="whose weights: baseline, static or dynamic")
+    parser.add_argument("--arm", type=str, default="dynamic_state", help="whose weights (an arm of that run)")
     parser.add_argument("--window", type=int, default=0, help="W, the tokens in view; 0 for everything")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=16,
+        help="rollouts a problem: one greedy, the rest drawn; the shortest plan is kept",
+    )
     parser.add_argument("--out", type=str | None, default=None, help="folder for the .soln files")
     given = parser.parse_args(words)
     from sidestream.tasks.pddl import read_problem, write_plan
@@ -370,10 +378,10 @@ def _solve(words: list[str]) -> int:
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}")
     _quiet()
-    from sidestream.papers.planning import solve
+    from sidestream.papers.planning_models import solve
 
     solved = 0
-    results = solve(Path(given.run), problems, arm=given.arm, window=given.window)
+    results = solve(Path(given.run), problems, arm=given.arm, window=given.window, tries=given.tries)
     for path, problem, (score, actions) in zip(paths, problems, results, strict=True):
         if not score.success:
             print(f"{path}: no plan ({score.failure} at step {score.failed_at}: {score.reason})")

@@ -166,8 +166,9 @@ class GoalTracker(nn.Module):
         shifted = torch.cat([history[:, 1:], trigger_state.unsqueeze(1)], dim=1)  # (B, S, E)
         history = torch.where(fires[:, None, None], shifted, history)
         count = count + fires.to(count.dtype)
-        update = self._update(state.goal, history, count)
-        goal = torch.where(fires[:, None], state.goal + self.alpha * update, state.goal)
+        held = _goal_of(state)
+        update = self._update(held, history, count)
+        goal = torch.where(fires[:, None], held + self.alpha * update, held)
         return replace(state, goal=goal, history=history, history_count=count)
 
     def sequence(
@@ -179,7 +180,7 @@ class GoalTracker(nn.Module):
         if self.history == 1:
             update = self._value_update(hidden)  # (B, T, G)
             steps = torch.where(fires.unsqueeze(-1), update, torch.zeros_like(update)).cumsum(dim=1)
-            vectors = state.goal.unsqueeze(1) + self.alpha * steps
+            vectors = _goal_of(state).unsqueeze(1) + self.alpha * steps
             history, count = self._history(state, hidden[:, 0])
             total = fires.sum(dim=1)
             last = torch.where(fires, torch.arange(length, device=fires.device), -1).amax(dim=1)
@@ -190,12 +191,12 @@ class GoalTracker(nn.Module):
         # Compact each row's triggers to the left so that the loop runs over triggers, not over tokens.
         most = int(fires.sum(dim=1).max())
         order = torch.argsort((~fires).to(torch.int8), dim=1, stable=True)[:, :most]  # (B, most)
-        vectors = [state.goal]
+        vectors = [_goal_of(state)]
         for column in range(most):
             position = order[:, column]
             rows = torch.arange(batch, device=hidden.device)
             state = self.step(state, hidden[rows, position], fires[rows, position])
-            vectors.append(state.goal)
+            vectors.append(_goal_of(state))
         which = fires.cumsum(dim=1)  # (B, T): how many updates each position has seen
         stacked = torch.stack(vectors, dim=1)  # (B, most + 1, G)
         gathered = stacked.gather(1, which.unsqueeze(-1).expand(-1, -1, stacked.shape[-1]))
@@ -253,7 +254,7 @@ class GoalChannel(nn.Module):
         """Project a static vector's FiLM terms once, to be used for every token that follows."""
         if state.terms is not None:
             return state
-        return state.folded(self.film.terms(state.goal.unsqueeze(1)))
+        return state.folded(self.film.terms(_goal_of(state).unsqueeze(1)))
 
     def advance(
         self,
@@ -276,3 +277,9 @@ class GoalChannel(nn.Module):
             )
         vectors, state = self.tracker.sequence(state, hidden, fires)
         return self.film.terms(vectors), state
+
+
+def _goal_of(state: LatentState) -> Tensor:
+    if state.goal is None:
+        raise ValueError("the latent state carries no goal: begin with GoalChannel.encode")
+    return state.goal

@@ -32,20 +32,40 @@ class LatentState:
     Every tensor has the batch first, so that beam search can reorder rows without knowing what they mean.
     """
 
-    goal: Float[Tensor, "B G"]
-    """The goal vector in force: P0 of a static goal, the latest P_t of a tracked one."""
+    goal: Float[Tensor, "B G"] | None = None
+    """The goal vector in force: P0 of a static goal, the latest P_t of a tracked one; None without a goal channel."""
     history: Float[Tensor, "B S E"] | None = None
     """The tracker's last S trigger states s_i, oldest first; None for a static goal."""
     history_count: Int[Tensor, " B"] | None = None
     """How many trigger states each row has seen (the valid ones are the last min(count, S) of `history`)."""
+    concept: Float[Tensor, "B D"] | None = None
+    """The concept stream c_t; None without a stream."""
+    passes: Int[Tensor, " B"] | None = None
+    """How many latent passes each row's stream has seen."""
     terms: Float[Tensor, "B 1 L 2 D"] | None = field(default=None, init=False)
     """FiLM terms of a static `goal`, projected once; None until a channel folds them. Not an argument, so that
     `dataclasses.replace(state, goal=...)` drops the terms of the old goal."""
 
+    def __post_init__(self) -> None:
+        if self.goal is None and self.concept is None:
+            raise ValueError("a LatentState holds nothing: give it a goal, a concept, or both")
+        rows = {name: tensor.shape[0] for name, tensor in self._parts().items()}
+        if len(set(rows.values())) > 1:
+            raise ValueError(f"the parts of a LatentState have different numbers of rows: {rows}")
+
     @property
     def batch_size(self) -> int:
         """B, the number of rows."""
-        return self.goal.shape[0]
+        return self.tensors()[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lives."""
+        return self.tensors()[0].device
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor the state carries."""
+        return list(self._parts().values())
 
     def select(self, rows: Int[Tensor, " M"]) -> LatentState:
         """Rows by index, in that order (beam reordering, dropping finished rows)."""
@@ -57,7 +77,8 @@ class LatentState:
 
     def to(self, *args, **kwargs) -> LatentState:
         """Move as `Tensor.to` does; counts move to the device and keep their dtype."""
-        device = self.goal.to(*args, **kwargs).device
+        # A floating-point part decides: `to(torch.bfloat16)` names a dtype and no device.
+        device = next(t for t in self.tensors() if t.is_floating_point()).to(*args, **kwargs).device
         return self.map(lambda t: t.to(*args, **kwargs) if t.is_floating_point() else t.to(device))
 
     def detach(self) -> LatentState:
@@ -69,6 +90,11 @@ class LatentState:
         state = replace(self)
         object.__setattr__(state, "terms", terms)
         return state
+
+    def with_stream(self, concept: Float[Tensor, "B D"], passes: Int[Tensor, " B"]) -> LatentState:
+        """The state with another concept stream; a goal on it, folded or not, stays."""
+        state = replace(self, concept=concept, passes=passes)
+        return state if self.terms is None else state.folded(self.terms)
 
     @staticmethod
     def cat(states: list[LatentState]) -> LatentState:
@@ -88,11 +114,14 @@ class LatentState:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LatentState:
         """The state with `function` applied to each of its tensors."""
+        return _build({name: function(value) for name, value in self._parts().items()})
+
+    def _parts(self) -> dict[str, Tensor]:
         values = {part.name: getattr(self, part.name) for part in fields(self)}
-        return _build({name: None if value is None else function(value) for name, value in values.items()})
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _build(parts: dict[str, Any]) -> LatentState:
-    terms = parts.pop("terms")
+    terms = parts.pop("terms", None)
     state = LatentState(**parts)
     return state if terms is None else state.folded(terms)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sidestream.channels import LatentState
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.cache import LatentCache
+from sidestream.lm.cache import LatentCache, Window
 from sidestream.lm.text import WordVocabulary
+from sidestream.tasks.blocksworld import legal_actions
 from sidestream.tasks.blocksworld_data import END, TRIGGER, action_text
 from sidestream.tasks.blocksworld_loop import (
     Episode,
@@ -53,6 +54,16 @@ class _Row:
             self.said = []
         return choice
 
+    def legal_words(self) -> set[str]:
+        """Words that go on to spell a legal action; `end` is none, as a rollout ends by itself at the goal."""
+        said = len(self.said)
+        words = set()
+        for action in legal_actions(self.rollout.state):
+            spelt = [*action_text(action, self.episode.problem.names).split(), TRIGGER]
+            if spelt[:said] == self.said:
+                words.add(spelt[said])
+        return words
+
     @property
     def done(self) -> bool:
         """Nothing more to ask or to feed."""
@@ -82,6 +93,7 @@ def finish_episodes(
     window: int,
     goals: LatentState | None = None,
     batch_size: int = 250,
+    draw: torch.Generator | None = None,
 ) -> list[Rollout]:
     """Play episodes to their end in closed loop.
 
@@ -91,6 +103,9 @@ def finish_episodes(
         window: W under `reindex`; 0 for everything in view.
         goals: one latent state per episode.
         batch_size: episodes at a time.
+        draw: None takes the model's first choice, legal or not: what evaluation does. With a generator (on the CPU)
+            words are drawn at temperature 1 from those that spell legal actions: for looking for a plan, not for
+            measuring a model.
     """
     ends: list[Rollout] = []
     for first in range(0, len(episodes), batch_size):
@@ -98,25 +113,32 @@ def finish_episodes(
         part = None
         if goals is not None:
             part = goals.select(torch.arange(first, first + len(rows), device=goals.goal.device))
-        _finish(model, rows, vocabulary, window, part)
+        _finish(model, rows, vocabulary, window, part, draw)
         ends += [row.rollout for row in rows]
     return ends
 
 
 def _finish(
-    model: AttachedLM, rows: list[_Row], vocabulary: WordVocabulary, window: int, goals: LatentState | None
+    model: AttachedLM,
+    rows: list[_Row],
+    vocabulary: WordVocabulary,
+    window: int,
+    goals: LatentState | None,
+    draw: torch.Generator | None,
 ) -> None:
     prompts = [vocabulary.encode(row.episode.prompt) for row in rows]
     width = max(map(len, prompts))
     device = model.device
     ids = torch.tensor([[vocabulary.pad_id] * (width - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    cache: LatentCache = model.new_cache(window=window or None)
+    # Not the policy that fits the model: under `rolling` a rotary decoder would keep traces of the evicted prompt.
+    cache: LatentCache = model.new_cache(window=Window(size=window, policy="reindex") if window else None)
     cache.latent = goals
     active = list(rows)
     while active:
         logits: Tensor = model(input_ids=ids, attention_mask=mask, cache=cache, logits_to_keep=1).logits[:, -1]
-        choices = vocabulary_words(vocabulary, logits.argmax(dim=-1).tolist())
+        chosen = logits.argmax(dim=-1) if draw is None else _drawn(logits, active, vocabulary, draw)
+        choices = vocabulary_words(vocabulary, chosen.tolist())
         words = [END if row.done else row.next_word(choice) for row, choice in zip(active, choices, strict=True)]
         going = [index for index, row in enumerate(active) if not row.done]
         ids = torch.tensor([vocabulary.encode(word) for word in words], device=device)  # (B, 1)
@@ -128,6 +150,16 @@ def _finish(
             if active:
                 cache.batch_select_indices(keep)
                 ids, mask = ids[keep], mask[keep]
+
+
+def _drawn(logits: Tensor, rows: Sequence[_Row], vocabulary: WordVocabulary, draw: torch.Generator) -> Tensor:
+    """(B,) words drawn among the legal ones."""
+    legal = torch.zeros(logits.shape, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        words = {END} if row.done or row.forcing else row.legal_words()
+        legal[index, [token for word in words for token in vocabulary.encode(word)]] = True
+    weights = logits.float().cpu().masked_fill(~legal, float("-inf")).softmax(dim=-1)
+    return torch.multinomial(weights, 1, generator=draw).squeeze(1)
 
 
 def vocabulary_words(vocabulary: WordVocabulary, ids: Sequence[int]) -> list[str]:

@@ -2,7 +2,8 @@
 
 One forward pass: `AttachedLM.forward` turns the goal into a state. Without a cache it computes the FiLM terms and calls
 the wrapped model. With a `LatentCache`, which is also how `generate` calls, the hook `_before_forward` computes them
-from the state on the cache. Either way `film_hook` applies them at each block's MLP input.
+from the state on the cache. Either way `film_hook` applies them at each block's MLP input. A concept stream acts in
+latent passes only: see `sidestream.lm.passes`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sidestream.channels import GoalChannel, GoalConfig, LatentState
-from sidestream.lm.blocks import film_sites, learned_positions, takes, text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, chunks, feed_for, positions_of
+from sidestream.channels import ConceptStream, GoalChannel, GoalConfig, LatentState, StreamConfig
+from sidestream.lm.blocks import film_sites, sized_goal, takes, text_config
+from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, checked_window, chunks, feed_for, positions_of
 from sidestream.lm.reading import goal_ids, read
 from sidestream.lm.terms import (
     InForce,
@@ -34,14 +35,15 @@ Goal = LatentState | Tensor | Sequence[Sequence[int]] | Sequence[str] | str
 
 
 class AttachedLM(nn.Module):
-    """A causal LM with a goal channel. Made by `sidestream.attach`.
+    """A causal LM with a goal channel, a concept stream, or both. Made by `sidestream.attach`.
 
     `model(...)` and `model.generate(...)` take what the wrapped model takes, and `goal=`. Without a goal the wrapped
     model's logits come out exactly.
 
     Attributes:
         lm: the wrapped model, hooked, otherwise untouched: its state-dict keys do not change.
-        channel: the `GoalChannel`, the only new weights.
+        channel: the `GoalChannel`; None where only a stream is attached.
+        stream: the `ConceptStream` of latent passes, or None. These two are the only new weights.
         encoder: E_base, the frozen causal LM that reads goals; None means `lm` itself with the channel closed.
         sites: one module name per block, where FiLM acts.
     """
@@ -49,18 +51,22 @@ class AttachedLM(nn.Module):
     def __init__(
         self,
         lm: PreTrainedModel,
-        channel: GoalChannel,
+        channel: GoalChannel | None,
+        stream: ConceptStream | None,
         sites: list[str],
         encoder: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         super().__init__()
         self.lm = lm
-        self.channel = channel
+        # Typed as present, since whoever uses goals attached one; `encode_goal` is where a missing one is told of.
+        self.channel: GoalChannel = channel  # type: ignore[assignment]
+        self.stream = stream
         self.encoder = encoder
         self.sites = sites
         self.tokenizer = tokenizer
-        triggers = torch.tensor(channel.config.trigger_ids, dtype=torch.long, device=lm.device)
+        ids = () if channel is None else channel.config.trigger_ids
+        triggers = torch.tensor(ids, dtype=torch.long, device=lm.device)
         self._triggers: Tensor
         self.register_buffer("_triggers", triggers, persistent=False)
         self._hooks: list[Any] = []
@@ -101,7 +107,11 @@ class AttachedLM(nn.Module):
         """
         if not self._hooks:
             raise ValueError("the channel was detached from this model; attach it again to use goals")
+        if self.channel is None:
+            raise ValueError("this model has a concept stream and no goal channel; attach(lm, goal=..., stream=...)")
         if isinstance(goal, LatentState):
+            if goal.goal is None:
+                raise ValueError("the latent state given as a goal carries a concept stream only")
             if goal.goal.shape[-1] != self.channel.config.width:
                 raise ValueError(
                     f"the state's goals are {goal.goal.shape[-1]} wide, the channel {self.channel.config.width}"
@@ -181,10 +191,12 @@ class AttachedLM(nn.Module):
         check_checkpointing(self.lm, cache)
         kwargs.update(self._placed(input_ids, attention_mask, cache, kwargs))
         carried = cache.latent if isinstance(cache, LatentCache) else None
-        state = self._start(carried if goal is None else goal, goal_attention_mask, input_ids)
+        if goal is None and carried is not None and carried.goal is not None:
+            goal = carried
+        state = self._start(goal, goal_attention_mask, input_ids)
         if cache is not None:
             if isinstance(cache, LatentCache):
-                cache.latent = state
+                cache.latent = carried if state is None else state
             elif state is not None:
                 raise ValueError("a goal with a cache needs a LatentCache: model.new_cache(), or leave the cache out")
             return self.lm(input_ids=input_ids, **{CACHE_NAME: cache, "use_cache": True, **kwargs})
@@ -282,25 +294,8 @@ class AttachedLM(nn.Module):
         Raises:
             ValueError: a window the model or its encoder cannot take.
         """
-        table = learned_positions(self.lm)
-        name = type(self.lm).__name__
-        rotary = table is None and takes(self.lm, "position_ids")  # ALiBi models take none
-        if window is not None and (isinstance(window, bool) or not isinstance(window, int | Window)):
-            raise ValueError(f"window is {window!r}; give a number of tokens or a sidestream.Window")
-        if isinstance(window, int):
-            window = Window(size=window, policy="rolling" if rotary else "reindex")
-        if window is not None:
-            if window.policy == "rolling" and not rotary:
-                kind = "learned absolute" if table is not None else "no rotary"
-                raise ValueError(f"{name} has {kind} positions, which 'rolling' cannot keep; use 'reindex'")
-            if table is not None and window.size > table:
-                raise ValueError(f"the window is {window.size} tokens but {name} has learned positions for {table}")
-            if window.encoder_size is not None and self.channel.tracker is None:
-                raise ValueError("Window.encoder_size is set but a static goal reads no text; leave it out")
-            if window.encoder_size is not None and learned_positions(self._reader) is not None:
-                raise ValueError(
-                    f"Window.encoder_size needs a rotary encoder; {type(self._reader).__name__} has learned positions"
-                )
+        reads = None if self.channel is None or self.channel.tracker is None else self._reader
+        window = checked_window(self.lm, window, reads)
         latent = self.encode_goal(goal) if goal is not None else None
         return LatentCache(text_config(self.lm), latent=latent, window=window)
 
@@ -368,14 +363,14 @@ class AttachedLM(nn.Module):
                 for head_ids, head_mask in heads:
                     self.lm(input_ids=head_ids, attention_mask=head_mask, **options)
         terms = None
-        if cache.latent is not None:
+        if cache.latent is not None and cache.latent.goal is not None:
             cache.expand_latent(ids.shape[0] if ids is not None else kwargs["inputs_embeds"].shape[0])
             terms, cache.latent = self._advance(cache.latent, ids, mask, cache)
         if cache.window is None:
             cache.running = put_in_force(terms)
             return None
         assert ids is not None
-        by_token = self.channel.tracker is not None
+        by_token = self.channel is not None and self.channel.tracker is not None
         feed, fed_terms = feed_for(self.lm, cache, ids, mask, terms if by_token else None)
         cache.running = put_in_force(fed_terms if by_token else terms)
         return (), {**self._last_logits(min(ids.shape[1], cache.window.size)), **kwargs, **feed}
@@ -429,16 +424,18 @@ class AttachedLM(nn.Module):
 def attach(
     lm: PreTrainedModel,
     *,
-    goal: GoalConfig,
+    goal: GoalConfig | None = None,
+    stream: StreamConfig | None = None,
     encoder: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     sites: Sequence[str] | None = None,
 ) -> AttachedLM:
-    """Give a Hugging Face causal LM a goal channel.
+    """Give a Hugging Face causal LM a goal channel, a concept stream for its latent passes, or both.
 
     Args:
         lm: any decoder. Its weights and state-dict keys stay as they are.
-        goal: the channel's settings; widths are taken from the models.
+        goal: the goal channel's settings; widths are taken from the models.
+        stream: the concept stream's settings.
         encoder: E_base, a causal LM of the same vocabulary that reads goals, frozen. None: `lm` itself, channel closed.
         tokenizer: lets goals be given as text.
         sites: one module name per block, to override the search.
@@ -447,35 +444,44 @@ def attach(
         ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does
             not fit the models.
     """
-    if not isinstance(goal, GoalConfig):
+    if not isinstance(goal, GoalConfig | None) or goal is None and stream is None:
         raise ValueError(f"goal is {goal!r}; give the channel's settings: attach(lm, goal=GoalConfig(width=...))")
-    found = list(sites) if sites is not None else film_sites(lm)
-    for site in found:
+    if not isinstance(stream, StreamConfig | None):
+        raise ValueError(f"stream is {stream!r}; give its settings: attach(lm, stream=StreamConfig())")
+    if any(isinstance(getattr(hook, "__self__", None), AttachedLM) for hook in lm._forward_pre_hooks.values()):
+        raise ValueError(_TWICE)
+    found: list[str] = []
+    channel = concepts = None
+    if goal is not None:
+        found = list(sites) if sites is not None else film_sites(lm)
+        channel = _goal_channel(lm, goal, found, encoder).to(device=lm.device, dtype=lm.dtype)
+    elif encoder is not None or sites is not None:
+        raise ValueError("encoder and sites belong to a goal channel, and goal is not given; leave them out")
+    if stream is not None:
+        width = lm.get_input_embeddings().embedding_dim  # type: ignore[union-attr]
+        concepts = ConceptStream(stream.sized(int(width))).to(device=lm.device, dtype=lm.dtype)
+    if encoder is not None:
+        encoder.requires_grad_(False)
+        encoder.eval()
+    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer)
+
+
+_TWICE = "this model already carries a channel; call detach() on the attached model first"
+
+
+def _goal_channel(
+    lm: PreTrainedModel, goal: GoalConfig, sites: list[str], encoder: PreTrainedModel | None
+) -> GoalChannel:
+    for site in sites:
         try:
             hooks = lm.get_submodule(site)._forward_pre_hooks.values()
         except AttributeError as error:
             raise ValueError(f"{type(lm).__name__} has no module {site!r}; see model.named_modules()") from error
         if any(getattr(hook, "func", None) is film_hook for hook in hooks):
-            raise ValueError("this model already carries a channel; call detach() on the attached model first")
+            raise ValueError(_TWICE)
     if encoder is lm:
         raise ValueError("the encoder is the model itself, which attach would freeze; leave encoder out to share it")
-    reader = encoder if encoder is not None else lm
-    config = goal.sized(
-        encoder_width=text_config(reader).hidden_size, model_width=text_config(lm).hidden_size, num_blocks=len(found)
-    )
-    depth, vocabulary = text_config(reader).num_hidden_layers, text_config(lm).vocab_size
-    for name in ("pool_layer", "tracker_layer"):
-        if not -depth - 1 <= getattr(config, name) <= depth:
-            raise ValueError(
-                f"GoalConfig.{name} is {getattr(config, name)}; the encoder has layers 0..{depth} (or -1 for the last)"
-            )
-    if not all(0 <= token < vocabulary for token in config.trigger_ids):
-        raise ValueError(f"GoalConfig.trigger_ids {config.trigger_ids} are not all in the vocabulary of {vocabulary}")
-    channel = GoalChannel(config).to(device=lm.device, dtype=lm.dtype)
-    if encoder is not None:
-        encoder.requires_grad_(False)
-        encoder.eval()
-    return AttachedLM(lm, channel, found, encoder, tokenizer)
+    return GoalChannel(sized_goal(goal, lm, encoder if encoder is not None else lm, len(sites)))
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from sidestream.channels import GoalConfig
+
 
 def text_config(lm: nn.Module) -> PretrainedConfig:
     """The configuration of the model's text decoder (multimodal configurations nest it)."""
@@ -81,6 +83,26 @@ _MLP_NAMES = ("mlp", "ffn", "feed_forward", "feedforward", "moe")
 
 def _has_matrices(module: nn.Module) -> bool:
     return any(parameter.dim() >= 2 for parameter in module.parameters())
+
+
+def sized_goal(goal: GoalConfig, lm: nn.Module, reader: nn.Module, num_blocks: int) -> GoalConfig:
+    """The goal channel's settings with the widths of the decoder and of the encoder that reads goals.
+
+    Raises:
+        ValueError: a layer the encoder does not have, or a trigger outside the vocabulary.
+    """
+    config = goal.sized(
+        encoder_width=text_config(reader).hidden_size, model_width=text_config(lm).hidden_size, num_blocks=num_blocks
+    )
+    depth, vocabulary = text_config(reader).num_hidden_layers, text_config(lm).vocab_size
+    for name in ("pool_layer", "tracker_layer"):
+        if not -depth - 1 <= getattr(config, name) <= depth:
+            raise ValueError(
+                f"GoalConfig.{name} is {getattr(config, name)}; the encoder has layers 0..{depth} (or -1 for the last)"
+            )
+    if not all(0 <= token < vocabulary for token in config.trigger_ids):
+        raise ValueError(f"GoalConfig.trigger_ids {config.trigger_ids} are not all in the vocabulary of {vocabulary}")
+    return config
 
 
 def learned_positions(lm: nn.Module) -> int | None:

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
 
 from sidestream.channels import LatentState
-from sidestream.lm.blocks import takes, text_config
+from sidestream.lm.blocks import learned_positions, takes, text_config
 
 # transformers 5.24 renamed the keyword and the output field `past_key_values` to `cache`.
 _ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters  # pyright: ignore
@@ -221,10 +221,44 @@ class LatentCache(DynamicCache):
         held = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
         held += [self._tokens, self._terms, self._mask, self._positions]
         if self.latent is not None:
-            held += [self.latent.goal, self.latent.terms, self.latent.history, self.latent.history_count]
+            held += self.latent.tensors()
         yield from (tensor for tensor in held if tensor is not None)
         if self.encoder is not None:
             yield from self.encoder._tensors()
+
+
+def checked_window(lm: PreTrainedModel, window: int | Window | None, reader: PreTrainedModel | None) -> Window | None:
+    """The window this model can take: a number gets `rolling` where positions are rotary, else `reindex`.
+
+    Args:
+        lm: the model that sees the text.
+        window: as a user gives it.
+        reader: the encoder of a dynamic channel, which reads the text too; None where nobody does.
+
+    Raises:
+        ValueError: a window the model or the encoder cannot take.
+    """
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, int | Window):
+        raise ValueError(f"window is {window!r}; give a number of tokens or a sidestream.Window")
+    table = learned_positions(lm)
+    name = type(lm).__name__
+    rotary = table is None and takes(lm, "position_ids")  # ALiBi models take none
+    if isinstance(window, int):
+        window = Window(size=window, policy="rolling" if rotary else "reindex")
+    if window.policy == "rolling" and not rotary:
+        kind = "learned absolute" if table is not None else "no rotary"
+        raise ValueError(f"{name} has {kind} positions, which 'rolling' cannot keep; use 'reindex'")
+    if table is not None and window.size > table:
+        raise ValueError(f"the window is {window.size} tokens but {name} has learned positions for {table}")
+    if window.encoder_size is not None and reader is None:
+        raise ValueError("Window.encoder_size is set but a static goal reads no text; leave it out")
+    if window.encoder_size is not None and reader is not None and learned_positions(reader) is not None:
+        raise ValueError(
+            f"Window.encoder_size needs a rotary encoder; {type(reader).__name__} has learned positions"
+        )
+    return window
 
 
 def chunks(input_ids: Tensor, attention_mask: Tensor | None, size: int) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -1,4 +1,4 @@
-"""Channel files: the channel's weights in safetensors, its settings and the base model's fingerprint in JSON."""
+"""Channel files: weights of channel and stream in safetensors, settings and the base model's fingerprint in JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from sidestream.channels import GoalConfig
+from sidestream.channels import GoalConfig, StreamConfig
 
 if TYPE_CHECKING:
     from sidestream.lm.attach import AttachedLM
@@ -43,13 +43,14 @@ def fingerprint(model: nn.Module) -> str:
 def save_channel(model: AttachedLM, directory: Path) -> None:
     """Write both files into `directory`, made if missing. Until both are complete, what was there stays."""
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().contiguous().cpu() for name, tensor in model.channel.state_dict().items()}
+    weights = {name: tensor.detach().contiguous().cpu() for name, tensor in _weights(model).items()}
     temporary = {name: directory / f"{name}.partial" for name in (WEIGHTS_FILE, CONFIG_FILE)}
     try:
         save_file(weights, temporary[WEIGHTS_FILE])
         config = {
             "format": _FORMAT,
-            "goal": asdict(model.channel.config),
+            "goal": None if model.channel is None else asdict(model.channel.config),
+            "stream": None if model.stream is None else asdict(model.stream.config),
             "sites": model.sites,
             "base": {
                 "class": type(model.lm).__name__,
@@ -75,7 +76,7 @@ def load(
     encoder: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> AttachedLM:
-    """Attach a saved channel.
+    """Attach a saved channel, stream or both.
 
     Args:
         directory: what `save_pretrained` wrote.
@@ -89,7 +90,7 @@ def load(
     from sidestream.lm.attach import attach
 
     directory = Path(directory)
-    config, goal, weights = _read(directory)
+    config, goal, stream, weights = _read(directory)
     base = config["base"]
     if lm is None:
         if not base["name_or_path"]:
@@ -110,18 +111,30 @@ def load(
     if encoder is not None and fingerprint(encoder) != config["encoder"]["fingerprint"]:
         raise ValueError(f"{directory} was trained with another encoder than the one given")
     try:
-        model = attach(lm, goal=goal, encoder=encoder, tokenizer=tokenizer, sites=config["sites"])
+        sites = None if goal is None else config["sites"]
+        model = attach(lm, goal=goal, stream=stream, encoder=encoder, tokenizer=tokenizer, sites=sites)
     except ValueError as error:
         raise ValueError(f"{directory} cannot be attached: {error}") from error
-    expected = {name: tensor.shape for name, tensor in model.channel.state_dict().items()}
+    own = _weights(model)
+    expected = {name: tensor.shape for name, tensor in own.items()}
     if {name: tensor.shape for name, tensor in weights.items()} != expected:
         model.detach()
         raise ValueError(f"{directory / WEIGHTS_FILE} does not hold the weights its {CONFIG_FILE} describes")
-    model.channel.load_state_dict(weights)
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])  # what state_dict hands out shares the module's memory
     return model
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], GoalConfig, dict[str, torch.Tensor]]:
+def _weights(model: AttachedLM) -> dict[str, torch.Tensor]:
+    """The weights of the channel by their names, and those of the stream under `stream.`."""
+    channel = {} if model.channel is None else model.channel.state_dict()
+    stream = {} if model.stream is None else model.stream.state_dict(prefix="stream.")
+    return {**channel, **stream}
+
+
+def _read(
+    directory: Path,
+) -> tuple[dict[str, Any], GoalConfig | None, StreamConfig | None, dict[str, torch.Tensor]]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
             raise ValueError(f"{directory} holds no {name}: not a saved channel")
@@ -129,8 +142,11 @@ def _read(directory: Path) -> tuple[dict[str, Any], GoalConfig, dict[str, torch.
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         if config["format"] != _FORMAT:
             raise ValueError(f"format {config['format']!r}, this version reads {_FORMAT}")
-        settings: dict[str, Any] = {**config["goal"], "trigger_ids": tuple(config["goal"]["trigger_ids"])}
-        goal = GoalConfig(**settings)
+        goal = stream = None
+        if config["goal"] is not None:
+            goal = GoalConfig(**{**config["goal"], "trigger_ids": tuple(config["goal"]["trigger_ids"])})
+        if config.get("stream") is not None:  # files of earlier versions know no stream
+            stream = StreamConfig(**{name: _tuples(value) for name, value in config["stream"].items()})
         config["sites"] = list(config["sites"])
         config["base"] = {name: config["base"][name] for name in ("class", "name_or_path", "fingerprint")}
         config["encoder"] = config["encoder"] and {"fingerprint": config["encoder"]["fingerprint"]}
@@ -142,9 +158,13 @@ def _read(directory: Path) -> tuple[dict[str, Any], GoalConfig, dict[str, torch.
             f"{directory / WEIGHTS_FILE} is corrupt, truncated or from another save than its {CONFIG_FILE}"
         )
     try:
-        return config, goal, load_file(directory / WEIGHTS_FILE)
+        return config, goal, stream, load_file(directory / WEIGHTS_FILE)
     except SafetensorError as error:
         raise ValueError(f"{directory / WEIGHTS_FILE} is not a safetensors file: {error}") from error
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _sha256(path: Path) -> str:

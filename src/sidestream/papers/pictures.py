@@ -6,26 +6,35 @@ Every figure stands on white, also in a page shown dark. `style()` is the contex
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from sidestream.papers.results import CHANCE, METRICS, Entry, arm_name
 
-# One colour an arm in every picture: Okabe and Ito's colours, the baseline grey.
+# One colour an architecture in every picture: Okabe and Ito's colours, the baseline grey.
 COLORS = {
     "baseline": "#7a7a7a",
     "static_faithful": "#d55e00",
     "static": "#0072b2",
     "dynamic": "#009e73",
+    "dynamic_no_stage2": "#e69f00",
+    "alpha_zero": "#56b4e9",
     "random_film": "#cc79a7",
+    "random_film_dynamic": "#882255",
+    "baseline_pool": "#7a7a7a",
+    "static_pool": "#0072b2",
+    "dynamic_pool": "#009e73",
+    "dynamic_state": "#d55e00",
 }
 OTHER_COLORS = ("#e69f00", "#56b4e9", "#882255", "#44aa99", "#332288", "#999933", "#a0522d")
+DASHED = ("baseline_pool", "static_pool", "dynamic_pool")
+"""Arms that have another arm's architecture, hence its colour, and other data."""
 GOAL_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 MARKERS = "osD^vPX<>*"
 PAPER = {"linestyle": "none", "marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.4}
@@ -49,13 +58,25 @@ def style() -> AbstractContextManager[None]:
     return matplotlib.rc_context(look)
 
 
-def arm_colors(arms: Iterable[str]) -> dict[str, str]:
-    """Colours by arm: the known ones' are fixed, the others' follow the order given."""
-    others = [arm for arm in dict.fromkeys(arms) if arm not in COLORS]
-    return COLORS | {arm: OTHER_COLORS[i % len(OTHER_COLORS)] for i, arm in enumerate(others)}
+class Look(NamedTuple):
+    """How an arm appears in the pictures and tables of one report."""
+
+    name: str
+    color: str
+    dashed: bool = False
 
 
-def draw_curves(axis: Axes, entries: Sequence[Entry], x: str, colors: Mapping[str, str]) -> None:
+def arm_looks(table: str, arms: Iterable[str]) -> dict[str, Look]:
+    """Name and colour by arm, in the order given: known colours are fixed, the others take what is left in turn."""
+    arms = list(dict.fromkeys(arms))
+    taken = {COLORS[arm] for arm in arms if arm in COLORS}
+    spare = [color for color in OTHER_COLORS if color not in taken] or list(OTHER_COLORS)
+    others = [arm for arm in arms if arm not in COLORS]
+    colors = COLORS | {arm: spare[i % len(spare)] for i, arm in enumerate(others)}
+    return {arm: Look(arm_name(arm, table), colors[arm], arm in DASHED) for arm in arms}
+
+
+def draw_curves(axis: Axes, entries: Sequence[Entry], x: str, looks: Mapping[str, Look]) -> None:
     """One line an arm over condition `x`, in percent: intervals as bands, the paper's values as rings."""
     arms = list(dict.fromkeys(entry.arm for entry in entries))
     for i, arm in enumerate(arms):
@@ -65,8 +86,8 @@ def draw_curves(axis: Axes, entries: Sequence[Entry], x: str, colors: Mapping[st
         axis.plot(
             [e.where[x] for e in points],
             [100 * e.value for e in points],
-            color=colors[arm],
-            label=arm_name(arm),
+            color=looks[arm].color,
+            label=looks[arm].name,
             linewidth=1.5 + extra,
             marker=MARKERS[i % len(MARKERS)],
             markersize=5 + extra,
@@ -78,21 +99,21 @@ def draw_curves(axis: Axes, entries: Sequence[Entry], x: str, colors: Mapping[st
         bands = [(e.where[x], 100 * e.ci[0], 100 * e.ci[1]) for e in points if e.ci]
         if bands:
             at, low, high = zip(*bands, strict=True)
-            axis.fill_between(at, low, high, color=colors[arm], alpha=0.18, linewidth=0)
+            axis.fill_between(at, low, high, color=looks[arm].color, alpha=0.18, linewidth=0)
         cited = [(e.where[x], 100 * e.paper) for e in points if e.paper is not None]
         if cited:
-            axis.plot(*zip(*cited, strict=True), **PAPER, color=colors[arm], clip_on=False, zorder=30)
+            axis.plot(*zip(*cited, strict=True), **PAPER, color=looks[arm].color, clip_on=False, zorder=30)
     axis.set_ylim(0, 100)
 
 
-def recall_figure(entries: Sequence[Entry], colors: Mapping[str, str]) -> Figure:
+def recall_figure(entries: Sequence[Entry], looks: Mapping[str, Look]) -> Figure:
     """Recall over the distance H, one panel a metric, the window W marked (LS-AR, Fig. 4a)."""
     metrics = list(dict.fromkeys(entry.metric for entry in entries))
     figure = Figure(figsize=(10.5, 4.4), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for axis, metric in zip(axes, metrics, strict=True):
         chosen = [entry for entry in entries if entry.metric == metric]
-        draw_curves(axis, chosen, "H", colors)
+        draw_curves(axis, chosen, "H", looks)
         axis.set_title(METRICS[metric], pad=10)
         axis.set_xlabel("H, tokens between prompt and question (log scale)")
         axis.set_xscale("log", base=2)
@@ -121,25 +142,7 @@ def recall_figure(entries: Sequence[Entry], colors: Mapping[str, str]) -> Figure
     return figure
 
 
-def success_figure(entries: Sequence[Entry], colors: Mapping[str, str]) -> Figure:
-    """Goal success over the number of perturbations K, one panel a window (LS-AR, Table 3)."""
-    windows = sorted({entry.where["W"] for entry in entries}, key=lambda w: w or math.inf, reverse=True)
-    figure = Figure(figsize=(10.5, 4.2), dpi=150, layout="constrained")
-    axes = figure.subplots(1, len(windows), sharey=True, squeeze=False)[0]
-    for axis, window in zip(axes, windows, strict=True):
-        draw_curves(axis, [entry for entry in entries if entry.where["W"] == window], "K", colors)
-        axis.set_title(f"W = {window}" if window else "everything in view", pad=10)
-        axis.set_xlabel("K, perturbations forced")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[0].set_ylabel("percent of problems solved")
-    handles, labels = axes[0].get_legend_handles_labels()
-    if any(entry.paper is not None for entry in entries):
-        handles, labels = [*handles, Line2D([], [], **PAPER, color="#555555")], [*labels, "the paper's value"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
-    return figure
-
-
-def ladder_figure(entries: Sequence[Entry], colors: Mapping[str, str]) -> Figure:
+def ladder_figure(entries: Sequence[Entry], looks: Mapping[str, Look]) -> Figure:
     """Arms as bars in the order of the entries, one panel a metric, with intervals. All entries share one condition."""
     arms = list(dict.fromkeys(entry.arm for entry in entries))
     metrics = list(dict.fromkeys(entry.metric for entry in entries))
@@ -150,10 +153,10 @@ def ladder_figure(entries: Sequence[Entry], colors: Mapping[str, str]) -> Figure
         for y, arm in enumerate(arms):
             entry = cell[arm, metric]
             low, high = (100 * end for end in entry.ci or (entry.value, entry.value))
-            axis.barh(y, 100 * entry.value, height=0.62, color=colors[arm])
+            axis.barh(y, 100 * entry.value, height=0.62, color=looks[arm].color)
             axis.plot([low, high], [y, y], color="#222222", linewidth=1.4, solid_capstyle="butt")
             axis.text(max(high, 100 * entry.value) + 1.5, y, f"{100 * entry.value:.1f}", va="center", fontsize=9)
-        axis.set_yticks(range(len(arms)), [arm_name(arm) for arm in arms])
+        axis.set_yticks(range(len(arms)), [looks[arm].name for arm in arms])
         axis.set_xticks(range(0, 101, 20))
         axis.set_xlim(0, 113)
         axis.grid(axis="y", visible=False)
@@ -164,31 +167,31 @@ def ladder_figure(entries: Sequence[Entry], colors: Mapping[str, str]) -> Figure
     return figure
 
 
-def tsne_figure(states: Mapping[str, Any]) -> Figure:
+def tsne_figure(states: Mapping[str, Any], looks: Mapping[str, Look]) -> Figure:
     """Decoder states in two dimensions, one panel an arm, one colour and shape a goal (LS-AR, Fig. 4b).
 
     `states`: arm -> {"xy": [[x, y], ...], "label": [goal, ...], "silhouette": score or absent}.
     """
     goals = sorted({label for arm in states.values() for label in arm["label"]})
     # Nobody tells a dozen colours apart, some people not six: neighbours in the legend differ in shape as well.
-    looks = {goal: (GOAL_COLORS[i % 7], MARKERS[i % 5]) for i, goal in enumerate(goals)}
+    marks = {goal: (GOAL_COLORS[i % 7], MARKERS[i % 5]) for i, goal in enumerate(goals)}
     figure, axes = _panels(len(states), height=4.4)
     for axis, (arm, points) in zip(axes, states.items(), strict=True):
         xy, labels = np.asarray(points["xy"], dtype=float), np.asarray(points["label"])
-        for goal, (color, marker) in looks.items():
+        for goal, (color, marker) in marks.items():
             mine = xy[labels == goal]
             axis.scatter(mine[:, 0], mine[:, 1], s=38, color=color, marker=marker, linewidth=0.4, edgecolor="white")
         score = points.get("silhouette")
-        axis.set_title(arm_name(arm) + ("" if score is None else f"\nsilhouette {score:.2f}, n = {len(xy)}"))
+        axis.set_title(looks[arm].name + ("" if score is None else f"\nsilhouette {score:.2f}, n = {len(xy)}"))
         axis.set(xticks=[], yticks=[])
         axis.spines[["top", "right"]].set_visible(True)
     if len(goals) <= 24:
-        handles = [Line2D([], [], linestyle="none", marker=m, color=c, label=goal) for goal, (c, m) in looks.items()]
+        handles = [Line2D([], [], linestyle="none", marker=m, color=c, label=goal) for goal, (c, m) in marks.items()]
         figure.legend(handles=handles, loc="outside right center", title="goal", fontsize=9)
     return figure
 
 
-def loss_figure(losses: Mapping[str, Mapping[str, Mapping[int, float]]], colors: Mapping[str, str]) -> Figure:
+def loss_figure(losses: Mapping[str, Mapping[str, Mapping[int, float]]], looks: Mapping[str, Look]) -> Figure:
     """One panel a stage, one line an arm: every logged value faint, a running mean strong.
 
     `losses`: stage -> arm -> step -> loss.
@@ -196,15 +199,17 @@ def loss_figure(losses: Mapping[str, Mapping[str, Mapping[int, float]]], colors:
     figure, axes = _panels(len(losses), height=3.1)
     lines: dict[str, Line2D] = {}
     for axis, (stage, curves) in zip(axes, losses.items(), strict=True):
-        for arm in sorted(curves, key=list(colors).index):
+        for arm in sorted(curves, key=list(looks).index):
             steps = np.array(sorted(curves[arm]))
             values = np.array([curves[arm][step] for step in steps])
             width = max(1, len(values) // 15)
             mean = np.convolve(values, np.ones(width) / width, mode="valid")
             middle = steps[(width - 1) // 2 :][: len(mean)]
-            axis.plot(steps, values, color=colors[arm], linewidth=0.8, alpha=0.25)
-            (line,) = axis.plot(middle, mean, color=colors[arm], linewidth=1.6, marker="o" if len(mean) == 1 else "")
-            lines.setdefault(arm_name(arm), line)
+            axis.plot(steps, values, color=looks[arm].color, linewidth=0.8, alpha=0.25)
+            dash = (0, (3, 1.5)) if looks[arm].dashed else "-"
+            dot = "o" if len(mean) == 1 else ""
+            (line,) = axis.plot(middle, mean, color=looks[arm].color, linewidth=1.6, linestyle=dash, marker=dot)
+            lines.setdefault(looks[arm].name, line)
         seen = np.array([loss for curve in curves.values() for loss in curve.values()])
         seen = seen[np.isfinite(seen)]
         if seen.size and 0 < seen.min() < seen.max() / 20:
@@ -212,7 +217,9 @@ def loss_figure(losses: Mapping[str, Mapping[str, Mapping[int, float]]], colors:
         axis.set_title(f"Stage {stage}" if stage[:1].isdigit() else stage)
         axis.set_xlabel("step")
     axes[0].set_ylabel("loss")
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=min(len(lines), 4))
+    # Three columns hold the longest names of a table with many arms.
+    columns = len(lines) if len(lines) <= 4 else 3
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=9)
     return figure
 
 

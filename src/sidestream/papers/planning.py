@@ -1,49 +1,77 @@
-"""LS-AR Table 3: Blocksworld in closed loop, under perturbations and under windows that lose the prompt."""
+"""LS-AR Table 3: Blocksworld under perturbations and under windows that lose the prompt. What is run, as data."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from sidestream.channels import GoalConfig, LatentState
-from sidestream.evaluation.planning import finish_episodes, run_episodes
-from sidestream.evaluation.stats import mcnemar_exact, wilson
-from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.backbones import Backbone, parameter_count
-from sidestream.lm.text import WordVocabulary
-from sidestream.papers.experiment import from_json, open_run, record_call, to_json, write_whole
-from sidestream.papers.results import check_results, load_results
-from sidestream.papers.workers import default_jobs, run_arms
-from sidestream.tasks.base import Example
-from sidestream.tasks.blocksworld import Action, Problem
-from sidestream.tasks.blocksworld_data import (
-    END,
-    TRIGGER,
-    WORDS,
-    BlocksworldConfig,
-    data_hash,
-    examples,
-    standard_names,
-)
-from sidestream.tasks.blocksworld_loop import Episode, PlanScore, episodes, make_episode, score_rollout
-from sidestream.training.loop import FINAL, LoopConfig, train
-from sidestream.training.planning import PlanLM, PlanRowConfig, PlanRows, collate_plans
-from sidestream.training.stages import align_goal, pooled_states
+from sidestream.lm.backbones import Backbone
+from sidestream.training.loop import LoopConfig
 
 Scale = Literal["smoke", "cpu", "paper"]
 
-TRAINED = ("baseline", "static", "dynamic", "dynamic_no_stage2")
-DERIVED = {"random_film": "static", "random_film_dynamic": "dynamic"}
-"""Arms that evaluate another arm's weights with Gaussian noise for the vector."""
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArm:
+    """What an arm of Table 3 trains."""
+
+    channel: Literal["closed", "static", "dynamic"]
+    """`closed` is the unconditioned AR baseline."""
+    data: Literal["faithful", "ours"] = "faithful"
+    """Recipe of its training trajectories, the same for every arm of a kind."""
+    stage2: bool = True
+    """E_pred is aligned before it trains on."""
+    states: bool = False
+    """Linear heads must read the symbolic state from the vector at every trigger."""
+
+
+ARMS = {
+    "baseline": PlanArm(channel="closed"),
+    "static": PlanArm(channel="static"),
+    "dynamic": PlanArm(channel="dynamic"),
+    "dynamic_no_stage2": PlanArm(channel="dynamic", stage2=False),
+    "baseline_pool": PlanArm(channel="closed", data="ours"),
+    "static_pool": PlanArm(channel="static", data="ours"),
+    "dynamic_pool": PlanArm(channel="dynamic", data="ours"),
+    "dynamic_state": PlanArm(channel="dynamic", data="ours", states=True),
+}
+DERIVED = {"random_film": "static", "random_film_dynamic": "dynamic", "alpha_zero": "static"}
+"""Arms that evaluate another arm's weights: with Gaussian noise for the vector, or through a tracker whose alpha is 0.
+With alpha frozen at 0 every gradient of training is the static channel's (a test holds it), so that arm needs none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanData:
+    """A recipe for training trajectories."""
+
+    blocks: tuple[int, ...] = (5,)
+    """N, drawn uniformly for each problem."""
+    names: Literal["fixed", "pool"] = "fixed"
+    """Block names: always a, b, c, ... or drawn per problem, so that the names of larger problems are trained too."""
+    goals: Literal["full", "on", "mixed"] = "full"
+    """Goals that fix every block, only `on` facts as PDDL problems have them, or either by a coin."""
+    budgets: tuple[int, ...] = (1,)
+    """Most forced sub-optimal actions in a trajectory, drawn per problem."""
+    own_prefixes: int = 0
+    """How many further trajectories E_base begins itself (perturbed as in the test, `budgets` of them) and a shortest
+    plan ends. They join in stage 3."""
+    mistakes_scored: bool = True
+    """Put the loss on sub-optimal actions too, as the paper's next-token loss does."""
+    standardise: bool = False
+    """Standardise E_pred's input over the training prompts, whose pooled states differ by little."""
+    longer: float = 1.0
+    """Factor on the steps of stages 1 and 3."""
+
+
+OURS = PlanData(
+    blocks=(4, 5, 5),
+    names="pool",
+    goals="mixed",
+    budgets=(0, 1, 2, 3, 4),
+    own_prefixes=10_000,
+    mistakes_scored=False,
+    standardise=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +84,20 @@ class Table3:
     """`smoke`, `cpu` or `paper`."""
     seed: int = 0
     """Of initial weights, training problems and their order. Test episodes are the same for every seed."""
-    arms: tuple[str, ...] = (*TRAINED, *DERIVED)
+    arms: tuple[str, ...] = (*ARMS, *DERIVED)
     """Arms, in the order of the report."""
     blocks: int = 5
-    """N in training."""
+    """N of the perturbed tests."""
     more_blocks: tuple[int, ...] = (6, 7)
     """N tested zero-shot, at K = 0."""
     perturbations: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """K tested at the trained N."""
+    """K tested at N = `blocks`."""
     windows: tuple[int, ...] = (0, 32, 16)
     """W trained (drawn per row) and tested; 0 is everything in view."""
-    names: Literal["fixed", "pool"] = "fixed"
-    """Block names: always a, b, c, ... or drawn per problem."""
-    goals: Literal["full", "on"] = "full"
-    """Goals that fix every block, or only `on` facts as PDDL problems have them."""
-    budgets: tuple[int, ...] = (1,)
-    """Most forced sub-optimal actions in a training trajectory, drawn per problem."""
+    faithful: PlanData = PlanData()
+    """Trajectories of the paper's arms."""
+    ours: PlanData = OURS
+    """Trajectories of the arms whose names end in `_pool` or `_state`."""
     train_problems: int = 100_000
     """Trajectories to train on (the paper: 100,000)."""
     test_problems: int = 500
@@ -90,6 +116,14 @@ class Table3:
     """E_pred trains on in stage 3 (open in the paper; without it Static cannot use its vector at all here)."""
     alpha_rate: float = 30.0
     """Learning rate of alpha over that of the rest: from 0, AdamW's equal steps would leave it near 0."""
+    trigger_places: tuple[int, ...] = (50, 500, 5000)
+    """Places of a long rollout at which the cost of a trigger is measured."""
+    encoder_window: int | None = None
+    """Tokens E_base keeps in that measurement (`Window(encoder_size=...)`); None for all. More than any rollout has."""
+    prompt_scored: bool = True
+    """Stage 1 is a language model of the whole text; off, of the plan given the prompt, which is random."""
+    state_weight: float = 0.1
+    """Weight of the symbolic-state loss where an arm has one."""
     stage1: LoopConfig
     """The language model of plans that becomes E_base and the decoder's start; the baseline takes the same steps."""
     stage2: LoopConfig
@@ -98,13 +132,21 @@ class Table3:
     """Decoder, FiLM, tracker; the baseline goes on for the same steps."""
 
     def __post_init__(self) -> None:
-        known = (*TRAINED, *DERIVED)
-        unknown = [arm for arm in self.arms if arm not in known]
+        unknown = [arm for arm in self.arms if arm not in (*ARMS, *DERIVED)]
         if unknown:
-            raise ValueError(f"unknown arm {unknown[0]!r}; use {', '.join(known)}")
+            raise ValueError(f"unknown arm {unknown[0]!r}; use {', '.join((*ARMS, *DERIVED))}")
         for arm in self.arms:
             if arm in DERIVED and DERIVED[arm] not in self.arms:
                 raise ValueError(f"arm {arm!r} evaluates the weights of {DERIVED[arm]!r}; add that arm")
+
+    def recipe(self, data: str) -> PlanData:
+        """The recipe of `faithful` or `ours`."""
+        return self.faithful if data == "faithful" else self.ours
+
+    def loop(self, stage: str, data: str) -> LoopConfig:
+        """How a recipe's arms are trained in `stage1` or `stage3`."""
+        loop: LoopConfig = getattr(self, stage)
+        return replace(loop, steps=round(loop.steps * self.recipe(data).longer))
 
 
 def table3(scale: Scale) -> Table3:
@@ -123,15 +165,18 @@ def table3(scale: Scale) -> Table3:
             stage3=loop,
         )
     if scale == "cpu":
-        loop = LoopConfig(steps=1000, batch_size=64, learning_rate=2e-3)
+        # CHOICE(LS-AR, B.3.3): rotary positions and Muon at this scale; with learned positions and AdamW the same model
+        # needs several times the half hour an arm has (LOG.md). Every arm has the same.
+        loop = LoopConfig(steps=1500, batch_size=32, learning_rate=2e-3, optimizer="muon")
         return Table3(
             scale="cpu",
-            encoder=Backbone(layers=2, width=128, heads=4),
-            baseline=Backbone(layers=4, width=128, heads=4),
+            encoder=Backbone(layers=3, width=128, heads=4, family="llama"),
+            baseline=Backbone(layers=6, width=128, heads=4, family="llama"),
             goal_width=128,
+            encoder_window=256,
             stage1=loop,
-            stage2=replace(loop, steps=1000, batch_size=256),
-            stage3=replace(loop, steps=3000),
+            stage2=LoopConfig(steps=1000, batch_size=256, learning_rate=2e-3),
+            stage3=replace(loop, steps=2000),
         )
     if scale == "smoke":
         loop = LoopConfig(steps=4, batch_size=8, learning_rate=1e-3, log_every=1)
@@ -142,7 +187,10 @@ def table3(scale: Scale) -> Table3:
             perturbations=(0, 1),
             train_problems=64,
             test_problems=12,
+            faithful=PlanData(blocks=(4,)),
+            ours=replace(OURS, blocks=(4,), budgets=(0, 1), own_prefixes=48),
             positions=160,
+            trigger_places=(50, 150),
             encoder=Backbone(layers=1, width=32, heads=2),
             baseline=Backbone(layers=2, width=32, heads=2),
             goal_width=32,
@@ -165,282 +213,3 @@ def paper_table3(arm: str, where: dict[str, Any]) -> float | None:
         "random_film": {"K0": 0.0},
     }
     return rows.get(arm, {}).get(key)
-
-
-def run_table3(
-    experiment: Table3, directory: Path, *, command: str, resume: bool = False, jobs: int | None = None
-) -> dict[str, Any]:
-    """Train and evaluate every arm into `directory`; returns what it writes to results.json.
-
-    Args: as for `run_table1`.
-    """
-    open_run(directory, experiment, resume=resume)
-    if (directory / "results.json").exists():
-        return load_results(directory / "results.json")
-    run = _Run(experiment, directory)
-    origin = record_call(directory, command, data_hash(run.training))
-    started = time.monotonic()
-    trained = [arm for arm in experiment.arms if arm in TRAINED]
-    jobs = default_jobs(len(trained), experiment.scale) if jobs is None else jobs
-    run.base()
-    if jobs == 1:
-        for arm in trained:
-            run.arm(arm)
-    else:
-        run_arms(
-            partial(_worker, experiment, directory), trained, jobs=jobs, folders={a: run.folders(a) for a in trained}
-        )
-    records = {arm: json.loads((directory / arm / "arm.json").read_text(encoding="utf-8")) for arm in trained}
-    found = {arm: cells for record in records.values() for arm, cells in record["cells"].items()}
-    results = {
-        "table": experiment.table,
-        "scale": experiment.scale,
-        "seed": experiment.seed,
-        **origin,
-        "wall_s": round(time.monotonic() - started, 1),
-        "settings": to_json(experiment),
-        "parameters": {arm: record["parameters"] for arm, record in records.items()},
-        "notes": _notes(experiment, directory),
-        "cells": [cell for arm in experiment.arms for cell in found[arm]],
-    }
-    check_results(results)
-    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    return results
-
-
-def _worker(experiment: Table3, directory: Path, arm: str) -> None:
-    _Run(experiment, directory, show=False).arm(arm)
-
-
-class _Run:
-    """Models and stages of one run directory; what is finished there is loaded."""
-
-    def __init__(self, experiment: Table3, directory: Path, *, show: bool = True) -> None:
-        self.experiment = experiment
-        self.directory = directory
-        self.show = show
-        self.vocabulary = WordVocabulary(WORDS)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def config(self, blocks: int) -> BlocksworldConfig:
-        """The task with this many blocks."""
-        e = self.experiment
-        return BlocksworldConfig(blocks=(blocks,), names=e.names, goals=e.goals, budgets=e.budgets, seed=e.seed)
-
-    @cached_property
-    def training(self) -> list[Any]:
-        """Training trajectories."""
-        config = self.config(self.experiment.blocks)
-        return list(islice(examples(config, "train", self.experiment.train_problems), self.experiment.train_problems))
-
-    @cached_property
-    def encoded(self) -> list[Example]:
-        """The same as token ids."""
-        return [example.encoded(self.vocabulary.encode) for example in self.training]
-
-    def tests(self) -> list[tuple[dict[str, int], list[Episode]]]:
-        """Every (K, N) and its episodes; the same problems for every K, arm, window and seed."""
-        e = self.experiment
-        wanted = [(k, e.blocks) for k in e.perturbations] + [(0, n) for n in e.more_blocks]
-        return [
-            (
-                {"K": k, "N": n},
-                episodes(replace(self.config(n), seed=0), e.split, e.test_problems, perturbations=k),
-            )
-            for k, n in wanted
-        ]
-
-    def arm(self, arm: str) -> None:
-        """Train one arm, evaluate it and the arms derived from it, write arm.json."""
-        path = self.directory / arm / "arm.json"
-        if path.exists():
-            return
-        model, modules = self.baseline() if arm == "baseline" else self.steered(arm)
-        derived = [name for name, source in DERIVED.items() if source == arm and name in self.experiment.arms]
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in (arm, *derived)}
-        for where, tests in self.tests():
-            prompts = [self.vocabulary.encode(episode.prompt) for episode in tests]
-            honest = None if arm == "baseline" else model.encode_goal(prompts)
-            for name in found:
-                goals = honest
-                if name in derived:
-                    assert honest is not None
-                    goals = model.encode_goal(LatentState(goal=noise_like(honest.goal, self.experiment.seed)))
-                for window in self.experiment.windows:
-                    scores = run_episodes(model, tests, self.vocabulary, window=window, goals=goals)
-                    place = {**where, "W": window}
-                    tag = "-".join(f"{key}{value}" for key, value in place.items())
-                    rows = [score._asdict() for score in scores]
-                    write_whole(self.directory / name / f"scores-{tag}.json", json.dumps(rows))
-                    found[name].append(_cell(name, place, [row["success"] for row in rows]))
-        write_whole(path, json.dumps({"cells": found, "parameters": parameter_count(*modules)}))
-
-    def folders(self, arm: str) -> list[tuple[Path, int]]:
-        """Stage folders and steps, for the progress display."""
-        e = self.experiment
-        stages = {"stage1": e.stage1, "stage3": e.stage3} if arm == "baseline" else {"stage3": e.stage3}
-        if arm in ("static", "dynamic"):
-            stages = {"stage2": e.stage2, **stages}
-        return [(self.directory / arm / name, loop.steps) for name, loop in stages.items()]
-
-    def base(self) -> Any:
-        """E_base: a language model of whole problems, frozen."""
-        lm = self._fresh(self.experiment.encoder)
-        model = self._closed(lm)
-        self._train(
-            "base", "stage1", PlanLM(model, steered=False), self.experiment.stage1, PlanRowConfig(prompt_scored=True)
-        )
-        return model.detach().requires_grad_(False)
-
-    def baseline(self) -> tuple[AttachedLM, list[Any]]:
-        """The unconditioned decoder, its channel closed throughout."""
-        e = self.experiment
-        model = self._closed(self._fresh(e.baseline))
-        module = PlanLM(model, steered=False)
-        self._train("baseline", "stage1", module, e.stage1, PlanRowConfig(prompt_scored=True))
-        self._train("baseline", "stage3", module, e.stage3, PlanRowConfig(windows=e.windows))
-        return model.eval(), [model.lm]
-
-    def steered(self, arm: str) -> tuple[AttachedLM, list[Any]]:
-        """LS-AR: E_pred aligned (unless the arm is without stage 2), then decoder, FiLM and tracker."""
-        e = self.experiment
-        base = self.base()
-        decoder = self._fresh(e.encoder)
-        decoder.load_state_dict(base.state_dict())
-        torch.manual_seed(e.seed)
-        dynamic = arm != "static"
-        triggers = tuple(self.vocabulary.encode(TRIGGER)) if dynamic else ()
-        config = GoalConfig(mode="dynamic" if dynamic else "static", width=e.goal_width, trigger_ids=triggers)
-        model = attach(decoder, goal=config, encoder=base)
-        # Stage 3's weights hold E_pred as well; stage 2 is needed only on the way to them.
-        if arm != "dynamic_no_stage2" and not (self.directory / arm / "stage3" / FINAL).exists():
-            self._align(arm, model)
-        model.channel.encoder.requires_grad_(e.train_encoder)
-        module = PlanLM(model).to(self.device)
-        self._train(arm, "stage3", module, e.stage3, PlanRowConfig(windows=e.windows), {"alpha": e.alpha_rate})
-        return model.eval(), [decoder, base, model.channel]
-
-    def _align(self, arm: str, model: AttachedLM) -> None:
-        some = self.encoded[:20_000]
-        goals = [list(example.goal_ids) for example in some]
-        pooled = pooled_states(model, goals)
-        # CHOICE(LS-AR, 3.1): the trajectory is encoded by itself, as the goal is.
-        trajectory: Tensor = pooled_states(model, [list(example.target_ids) for example in some])
-        align_goal(
-            model.channel.encoder,
-            pooled,
-            trajectory,
-            goals,
-            self.vocabulary.size,
-            self.experiment.stage2,
-            self.directory / arm / "stage2",
-            seed=self.experiment.seed,
-            reconstruction_weight=0.0,
-            label=f"{arm} stage 2" if self.show else "",
-            resume=True,
-            tags={"arm": arm, "stage": "2"},
-        )
-
-    def _closed(self, lm: Any) -> AttachedLM:
-        return attach(lm, goal=GoalConfig(width=8))
-
-    def _fresh(self, shape: Backbone) -> Any:
-        torch.manual_seed(self.experiment.seed)
-        model: Any = shape.build(
-            vocabulary=self.vocabulary.size, window=self.experiment.positions, pad_id=self.vocabulary.pad_id
-        )
-        return model.to(self.device)
-
-    def _train(
-        self,
-        arm: str,
-        stage: str,
-        module: PlanLM,
-        loop: LoopConfig,
-        config: PlanRowConfig,
-        rates: dict[str, float] | None = None,
-    ) -> None:
-        seed = self.experiment.seed
-        train(
-            module,
-            lambda: PlanRows(self.encoded, config, batch_size=loop.batch_size, steps=loop.steps, seed=seed),
-            loop,
-            self.directory / arm / stage,
-            seed=seed,
-            collate=collate_plans,
-            label=f"{arm} {stage[:-1]} {stage[-1]}" if self.show else "",
-            resume=True,
-            tags={"arm": arm, "stage": stage[-1]},
-            rates=rates,
-        )
-
-
-def solve(
-    directory: Path, problems: Sequence[Problem], *, arm: str = "dynamic", window: int = 0
-) -> list[tuple[PlanScore, tuple[Action, ...]]]:
-    """Plans of a finished run's model for problems from elsewhere, in closed loop without perturbations.
-
-    Args:
-        directory: a run of `lsar.table3`.
-        problems: blocks are renamed to the vocabulary's names; actions hold block numbers, so they fit the originals.
-        arm: whose weights.
-        window: W; 0 for everything in view.
-
-    Raises:
-        ValueError: the directory holds no finished run of that arm, or a problem has more blocks than there are names.
-    """
-    path = directory / "experiment.json"
-    if not path.exists():
-        raise ValueError(f"{directory} holds no run of lsar.table3; train one with `sidestream run lsar.table3`")
-    experiment = from_json(Table3, json.loads(path.read_text(encoding="utf-8")))
-    if arm not in TRAINED or not (directory / arm / "stage3" / FINAL).exists():
-        there = [name for name in TRAINED if (directory / name / "stage3" / FINAL).exists()]
-        raise ValueError(f"{directory} holds no finished arm {arm!r}; it has {', '.join(there) or 'none'}")
-    run = _Run(experiment, directory, show=False)
-    model, _ = run.baseline() if arm == "baseline" else run.steered(arm)
-    tests = [make_episode(standard_names(problem), perturbations=0, seed=0) for problem in problems]
-    prompts = [run.vocabulary.encode(test.prompt) for test in tests]
-    goals = None if arm == "baseline" else model.encode_goal(prompts)
-    rollouts = finish_episodes(model, tests, run.vocabulary, window=window, goals=goals)
-    return [(score_rollout(test, end), end.actions) for test, end in zip(tests, rollouts, strict=True)]
-
-
-def noise_like(goal: Tensor, seed: int) -> Tensor:
-    """Gaussian noise with the mean and deviation of these vectors, per dimension: Random FiLM."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(goal.shape, generator=generator).to(goal)
-    return goal.mean(dim=0) + goal.std(dim=0) * noise
-
-
-def _cell(arm: str, where: dict[str, int], successes: Sequence[bool]) -> dict[str, Any]:
-    count, n = sum(successes), len(successes)
-    low, high = wilson(count, n)
-    value = count / n
-    paper = paper_table3(arm, where)
-    return {"arm": arm, "where": where, "metric": "success", "value": value, "n": n, "ci": [low, high], "paper": paper}
-
-
-def _notes(experiment: Table3, directory: Path) -> list[str]:
-    notes = [
-        "Closed loop: the model emits an action, the simulator executes it; K sub-optimal actions are forced at random "
-        f"steps, the same for every arm. An illegal action, `{END}` before the goal or too many steps is a failure.",
-        "One model an arm serves every window: the window of a training row is drawn from those tested.",
-        "The paper does not say at which window its table was made; its values stand at W = 0 (everything in view).",
-    ]
-    for window in experiment.windows:
-        for other in ("baseline", "static"):
-            notes += _paired(directory, experiment, "dynamic", other, window)
-    return notes
-
-
-def _paired(directory: Path, experiment: Table3, arm: str, other: str, window: int) -> list[str]:
-    where = f"scores-K1-N{experiment.blocks}-W{window}.json"
-    paths = [directory / name / where for name in (arm, other)]
-    if not all(path.exists() for path in paths):
-        return []
-    mine, theirs = ([row["success"] for row in json.loads(path.read_text(encoding="utf-8"))] for path in paths)
-    test = mcnemar_exact(mine, theirs)
-    return [
-        f"K = 1, W = {window or 'all'}: {arm} alone solves {test.only_a}, {other} alone {test.only_b} of {len(mine)} "
-        f"(exact McNemar p = {test.p_value:.2g})."
-    ]

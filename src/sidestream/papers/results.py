@@ -16,16 +16,28 @@ from typing import Any
 from sidestream.evaluation.stats import mean_sem, wilson
 
 ARMS = {
-    "baseline": "AR baseline",
-    "static_faithful": "LS-AR Static (faithful)",
-    "static_scored": "+ loss on the answer only",
-    "static_pooling": "+ first-block pooling, standardised",
-    "static": "LS-AR Static (ours)",
-    "dynamic": "LS-AR Dynamic",
-    "dynamic_no_stage2": "LS-AR Dynamic without stage 2",
-    "random_film": "Random FiLM (Static)",
-    "random_film_dynamic": "Random FiLM (Dynamic)",
+    "lsar.table1": {
+        "baseline": "AR baseline",
+        "static_faithful": "LS-AR Static (faithful)",
+        "static_scored": "+ loss on the answer only",
+        "static_pooling": "+ first-block pooling, standardised",
+        "static": "LS-AR Static (ours)",
+    },
+    "lsar.table3": {
+        "baseline": "AR baseline",
+        "static": "LS-AR Static",
+        "dynamic": "LS-AR Dynamic",
+        "dynamic_no_stage2": "LS-AR Dynamic, no stage 2",
+        "alpha_zero": "LS-AR Dynamic, alpha frozen at 0",
+        "random_film": "Random FiLM (Static)",
+        "random_film_dynamic": "Random FiLM (Dynamic)",
+        "baseline_pool": "AR baseline, our data",
+        "static_pool": "LS-AR Static, our data",
+        "dynamic_pool": "LS-AR Dynamic, our data",
+        "dynamic_state": "LS-AR Dynamic (ours): + state read from the vector",
+    },
 }
+"""Table -> arm -> what tables and pictures call it. One name may stand for different arms in different tables."""
 METRICS = {
     "item_exact": "Item, exact match",
     "code_exact": "Passcode, whole code",
@@ -168,10 +180,14 @@ def merge_seeds(results: Sequence[Mapping[str, Any]]) -> list[Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot:
-    """Cells as rows (metric, arm, other conditions) over the values of one condition."""
+    """Cells as rows (metric, arm, other conditions) over the values of one condition, or of two where one of them
+    leaves its usual value at a single value of the other only (every K at N = 5, each further N at K = 0)."""
 
     column: str
     columns: list[Any]
+    """Values of `column`; for two conditions the headings themselves."""
+    under: dict[Any, str]
+    """What stands under a heading of two conditions: the other one."""
     fixed: dict[str, Any]
     """Conditions that every cell shares."""
     rows: dict[tuple[str, str, str], dict[Any, Entry]]
@@ -179,6 +195,8 @@ class Pivot:
 
     def title(self, value: Any) -> tuple[str, str]:
         """Column heading and what stands under it: H is read against the window W."""
+        if value in self.under:
+            return value, self.under[value]
         window = self.fixed.get("W", 0)
         ratio = f"{value / window:.3g} W" if self.column == "H" and window else ""
         return f"{self.column} = {value}", ratio
@@ -196,15 +214,46 @@ def pivot(entries: Sequence[Entry]) -> Pivot:
         for name, seen in values.items()
         if name != column and len(seen) == 1 and all(name in entry.where for entry in entries)
     }
+    second, usual = _second_condition(
+        entries, column, [name for name in values if name != column and name not in fixed]
+    )
+    heads: dict[Any, str] = {}
     rows: dict[tuple[str, str, str], dict[Any, Entry]] = {}
     for metric in dict.fromkeys(entry.metric for entry in entries):
         for entry in (e for e in entries if e.metric == metric):
-            rest = {k: v for k, v in entry.where.items() if k != column and k not in fixed}
-            rows.setdefault((metric, entry.arm, conditions(rest)), {})[entry.where.get(column)] = entry
-    columns = list(values.get(column, {None: None}))
-    if all(isinstance(value, int | float) for value in columns):
-        columns.sort()
-    return Pivot(column=column, columns=columns, fixed=fixed, rows=rows)
+            rest = {k: v for k, v in entry.where.items() if k not in (column, second) and k not in fixed}
+            place = entry.where.get(column)
+            if second:
+                first_head, second_head = (conditions({name: entry.where[name]}) for name in (column, second))
+                place, under = (first_head, second_head) if entry.where[second] == usual else (second_head, first_head)
+                heads[place] = under
+            rows.setdefault((metric, entry.arm, conditions(rest)), {})[place] = entry
+
+    def in_order(condition: str) -> list[Any]:
+        seen = list(values.get(condition, {None: None}))
+        return sorted(seen) if all(isinstance(value, int | float) for value in seen) else seen
+
+    columns = in_order(column)
+    if second:
+        columns = [conditions({column: value}) for value in columns]
+        columns += [conditions({second: value}) for value in in_order(second) if value != usual]
+        column = f"{column} and {second}"
+    return Pivot(column=column, columns=columns, under=heads, fixed=fixed, rows=rows)
+
+
+def _second_condition(entries: Sequence[Entry], column: str, others: Sequence[str]) -> tuple[str, Any]:
+    """A condition that fits into the columns beside `column`, and its usual value; "" where none does."""
+    for name in others:
+        if not all({name, column} <= entry.where.keys() for entry in entries):
+            continue
+        met: dict[Any, set[Any]] = {}
+        for entry in entries:
+            met.setdefault(entry.where[name], set()).add(entry.where[column])
+        usual = max(met, key=lambda value: len(met[value]))
+        unusual = [places for value, places in met.items() if value != usual]
+        if len(met[usual]) > 1 and all(len(places) == 1 and places == unusual[0] for places in unusual):
+            return name, usual
+    return "", None
 
 
 def past_window(entries: Sequence[Entry]) -> tuple[int, int] | None:
@@ -253,9 +302,9 @@ def reading(table: Pivot, seeds: Sequence[int]) -> str:
     return f"{unit}brackets: 95% interval over the problems of one seed (it does not cover retraining)."
 
 
-def arm_name(arm: str) -> str:
-    """What tables and pictures call an arm; one we have no name for keeps its own words."""
-    return ARMS.get(arm, arm.replace("_", " "))
+def arm_name(arm: str, table: str) -> str:
+    """What tables and pictures of `table` call an arm; one we have no name for keeps its own words."""
+    return ARMS.get(table, {}).get(arm, arm.replace("_", " "))
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -297,7 +346,8 @@ def markdown_table(results_files: Sequence[Path | str]) -> str:
     for (metric, arm, rest), row in table.rows.items():
         cells = ["<br>".join(filter(None, parts(row[c]))) if c in row else "–" for c in table.columns]
         name = METRICS.get(metric, metric) if metric != last else ""
-        lines.append(f"| {name} | {arm_name(arm)}{', ' + rest if rest else ''} | {' | '.join(cells)} |")
+        who = ", ".join(filter(None, (arm_name(arm, first["table"]), rest)))
+        lines.append(f"| {name} | {who} | {' | '.join(cells)} |")
         last = metric
     commits = ", ".join(f"`{commit[:10]}`" for commit in dict.fromkeys(result["commit"] for result in results))
     n = span(entry.n for row in table.rows.values() for entry in row.values())

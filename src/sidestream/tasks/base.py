@@ -1,7 +1,16 @@
-"""What every task shares: how text becomes ids, what a model sees and must say, and what a score is."""
+"""What every task shares: how text becomes ids, what a model sees and must say, what a score is, how files are read."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+import gzip
+import hashlib
+import json
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+T = TypeVar("T")
 
 Encode = Callable[[str], Sequence[int]]
 """Text to token ids, without special tokens."""
@@ -30,3 +39,202 @@ class Score(NamedTuple):
     """Metric name to a value in [0, 1]."""
     extracted: str
     """What the scorer read from the output, for people who look at single cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningExample:
+    """One problem with its chain of thought, as text without any layout: no newline at the ends, no answer marker."""
+
+    question: str
+    """All that the model is given."""
+    steps: tuple[str, ...]
+    """The chain of thought, one reasoning step each: what CoCoNuT's curriculum replaces by latents. May be empty."""
+    answer: str
+    """The final answer, without `###`."""
+
+    def row(self) -> dict[str, object]:
+        """One line of JSONL; `read_jsonl` reads it."""
+        return {"question": self.question, "steps": list(self.steps), "answer": self.answer}
+
+
+def read_output(text: str) -> tuple[tuple[str, ...], str]:
+    """The steps and the answer in the text that a model generated after a question, as CoCoNuT's evaluation reads it:
+    the lines before the first `#`, and what follows the last `#`.
+
+    Without a `#`, no steps and the whole text.
+    """
+    # CHOICE(AGCLR, Training): the published code finds no answer where `#` is missing; ours may force the marker as
+    # part of the prompt, and then the generated text is the answer alone.
+    if "#" not in text:
+        return (), text.strip()
+    lines = text[: text.index("#")].split("\n")
+    return tuple(line.strip() for line in lines if line.strip()), text[text.rindex("#") + 1 :].strip()
+
+
+def read_words(text: str, answer_words: int = 1) -> tuple[tuple[str, ...], str]:
+    """`read_output` for tasks whose steps are single words: what stands before the first `#` is split at white space,
+    and without a `#` the last `answer_words` words are the answer."""
+    if "#" in text:
+        return tuple(text[: text.index("#")].split()), " ".join(text[text.rindex("#") + 1 :].split())
+    said = text.split()
+    cut = max(0, len(said) - answer_words)
+    return tuple(said[:cut]), " ".join(said[cut:])
+
+
+def same_answer(said: str, gold: str) -> bool:
+    """Whether two answers are equal as CoCoNuT's evaluation compares them: without commas and outer white space."""
+    return said.replace(",", "").strip() == gold.replace(",", "").strip()
+
+
+# ---- chance
+
+
+def shuffled(values: Iterable[T], rng: random.Random) -> list[T]:
+    """The values in random order, the same in every Python version (only `random()` is promised to be)."""
+    values = list(values)
+    keys = [rng.random() for _ in values]
+    return [values[index] for index in sorted(range(len(values)), key=keys.__getitem__)]
+
+
+def hash_split(key: str, valid: float, test: float) -> Split:
+    """The split that owns `key`: a hash decides, the same on every machine. `valid` and `test` are their shares."""
+    place = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
+    return "test" if place < test else "valid" if place < test + valid else "train"
+
+
+# ---- files
+
+
+class HasRow(Protocol):
+    """Anything that can be written as one line of JSONL."""
+
+    def row(self) -> dict[str, object]: ...
+
+
+def write_jsonl(items: Iterable[HasRow], path: str | Path) -> None:
+    """Writes one line of JSON an item."""
+    with open(path, "wb") as file:
+        file.writelines(_lines(items))
+
+
+def data_hash(items: Iterable[HasRow]) -> str:
+    """SHA-256, in hex, of the text that `write_jsonl` writes."""
+    digest = hashlib.sha256()
+    for line in _lines(items):
+        digest.update(line)
+    return digest.hexdigest()
+
+
+def _lines(items: Iterable[HasRow]) -> Iterator[bytes]:
+    for item in items:
+        yield (json.dumps(item.row()) + "\n").encode()
+
+
+def read_jsonl(path: str | Path) -> list[ReasoningExample]:
+    """The examples of a file of `question`, `steps`, `answer`: JSON lines, or one JSON list. Other fields are ignored.
+
+    Raises ValueError: file and line (or index) of the first record that is not so, and its field.
+    """
+    return [
+        ReasoningExample(
+            field(record, "question", str, where), texts(record, "steps", where), field(record, "answer", str, where)
+        )
+        for where, record in json_records(path)
+    ]
+
+
+def read_text(path: str | Path) -> str:
+    """A UTF-8 text file, plain or gzipped. ValueError: missing, unreadable, broken, or not UTF-8."""
+    try:
+        data = Path(path).read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        return data.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: broken gzip file ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def text_lines(path: str | Path) -> Iterator[tuple[str, str]]:
+    """The lines of a text file that are not blank, each after its place: `train.jsonl:12`, counted from 1."""
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            yield f"{path}:{number}", line.rstrip("\r")
+
+
+def json_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSON list or of JSON lines, each after its place: `valid.json[3]`, counted from 0, or
+    `train.jsonl:12`, counted from 1. ValueError: not JSON, or not objects."""
+    text = read_text(path)
+    if text.lstrip().startswith("["):
+        try:
+            found = [(f"{path}[{index}]", record) for index, record in enumerate(json.loads(text))]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
+    else:
+        found = []
+        for where, line in text_lines(path):
+            try:
+                found.append((where, json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not JSON ({error.msg}, column {error.colno})") from None
+    for where, record in found:
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: {_shown(record)} is not an object with named fields")
+        yield where, record
+
+
+def hub_records(name: str, config: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a Hugging Face hub data set, each after its place, `name split[3]`; needs the package `datasets`.
+
+    Raises ValueError: the package is missing, or the data set cannot be had.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"{name} is read with the package datasets: pip install datasets, or give a file") from None
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    # RuntimeError: this release of the library refuses the way that the data set is stored.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the hub's {name} ({config}, {split}) cannot be had, {type(error).__name__}: {error}: give a local file"
+        ) from None
+    for index, row in enumerate(rows):
+        yield f"{name} {split}[{index}]", dict(row)
+
+
+# ---- fields of a record
+
+_KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
+
+
+def field(record: Mapping[str, Any], name: str, kind: type[T], where: str) -> T:
+    """The record's field. ValueError, after `where`: it is missing, of another kind, or empty text."""
+    if name not in record:
+        raise ValueError(f"{where}: field {name!r} is missing")
+    value = record[name]
+    if type(value) is not kind:
+        raise ValueError(f"{where}: field {name!r} must be {_KINDS[kind]}, got {_shown(value)}")
+    if isinstance(value, str) and not value.strip():
+        raise ValueError(f"{where}: field {name!r} is empty")
+    return value
+
+
+def texts(record: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
+    """The record's list of texts. ValueError, after `where`: it is missing or something else."""
+    values = field(record, name, list, where)
+    for value in values:
+        if type(value) is not str:
+            raise ValueError(f"{where}: field {name!r} must be a list of texts, got {_shown(value)} in it")
+    return tuple(values)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

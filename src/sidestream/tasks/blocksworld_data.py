@@ -58,8 +58,9 @@ class BlocksworldConfig:
     names: Literal["fixed", "pool"] = "fixed"
     """`fixed`: a, b, ... (the paper's reading). `pool`: N of the 26 `NAMES`, in random order, for each problem, so
     the names of a larger N are trained too."""
-    goals: Literal["full", "on"] = "full"
-    """`full`: where every block stands. `on`: only the `on` facts of a random state, as in PDDL benchmarks."""
+    goals: Literal["full", "on", "mixed"] = "full"
+    """`full`: where every block stands. `on`: only the `on` facts of a random state, as in PDDL benchmarks. `mixed`:
+    either, by a coin."""
     budgets: tuple[int, ...] = (1,)
     """K of a training trajectory, the most sub-optimal actions forced into it; drawn uniformly where several."""
     perturb_probability: float = 0.3
@@ -196,7 +197,7 @@ def problems(config: BlocksworldConfig, split: Split) -> Iterator[Problem]:
         states = state_graph(rng.choice(config.blocks)).hand_empty
         init, goal = rng.choice(states), state_goal(rng.choice(states))
         blocks = len(init)
-        if config.goals == "on":
+        if config.goals == "on" or config.goals == "mixed" and rng.random() < 0.5:
             goal = _on_facts(goal)
         names = NAMES[:blocks] if config.names == "fixed" else tuple(rng.sample(NAMES, blocks))
         problem = Problem(names=names, init=init, goal=goal)

@@ -32,6 +32,7 @@ from sidestream.training.checkpoints import (
     save_optimizer,
     write_folder,
 )
+from sidestream.training.muon import Muon, muon_groups
 
 __all__ = ["LoopConfig", "TrainingStopped", "train"]
 
@@ -42,7 +43,7 @@ KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How one stage is optimised. AdamW, linear warm-up, linear decay."""
+    """How one stage is optimised: linear warm-up, linear decay."""
 
     steps: int
     """Optimiser steps."""
@@ -56,6 +57,10 @@ class LoopConfig:
     """AdamW's decoupled decay."""
     clip: float = 1.0
     """Gradient norm clip (LS-AR, B.3.3)."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`adamw` (the papers'), or `muon`: orthogonalised momentum for weight matrices, AdamW for the rest."""
+    matrix_rate: float = 10.0
+    """With `muon`: learning rate of the matrices over `learning_rate`."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`fp32` or `bf16` (autocast)."""
     gradient_checkpointing: bool = False
@@ -68,10 +73,12 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {self.precision!r}; use 'fp32' or 'bf16'")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"optimizer is {self.optimizer!r}; use 'adamw' or 'muon'")
         for name in ("steps", "batch_size", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("learning_rate", "clip"):
+        for name in ("learning_rate", "clip", "matrix_rate"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a number above 0")
         if not 0 <= self.warmup <= 1:
@@ -151,6 +158,9 @@ def train(
                 callbacks=[log],
             )
             trainer.rates = rates or {}
+            if config.optimizer == "muon":
+                groups = muon_groups(module, weight_decay=config.weight_decay, matrix_rate=config.matrix_rate)
+                trainer.optimizer = Muon(groups, lr=config.learning_rate, fused=True)
             trainer.remove_callback(PrinterCallback)
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:

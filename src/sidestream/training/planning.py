@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,30 @@ from torch.utils.data import Dataset
 from sidestream.channels import LatentState, mean_pool
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.decode import pad_right
-from sidestream.tasks.base import Example
+from sidestream.tasks.base import Encode
+from sidestream.tasks.blocksworld import HELD, TABLE, trace
+from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, PlanExample
 from sidestream.training.batches import plan
 from sidestream.training.objectives import UNSCORED
+
+PLACES = len(NAMES) + 2
+"""What a block can stand on: another name, the table, the hand."""
+
+
+class PlanText(NamedTuple):
+    """A training trajectory as token ids."""
+
+    example: PlanExample
+    """What it was made from."""
+    goal_ids: tuple[int, ...]
+    """The prompt."""
+    target_ids: tuple[int, ...]
+    """The trajectory."""
+
+    @staticmethod
+    def of(example: PlanExample, encode: Encode) -> PlanText:
+        """Prompt and trajectory encoded apart; `encode` must be word-level."""
+        return PlanText(example, tuple(encode(example.prompt)), tuple(encode(example.trajectory)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,50 +49,95 @@ class PlanRowConfig:
     """W to train at, drawn per row; 0 is everything in view. One model then serves every window it was trained at."""
     prompt_scored: bool = False
     """Put the loss on the prompt's tokens too (stage 1, a language model of the domain)."""
+    mistakes_scored: bool = True
+    """Put the loss on sub-optimal actions too, forced or a model's own: the paper's next-token loss makes no
+    difference. Off, a row teaches how to go on after a mistake, and not to make it."""
+    states: bool = False
+    """Give the symbolic state at the end of the prompt and at each trigger, for `PlanLM(state_weight=...)`."""
 
 
 class PlanRows(Dataset):
     """A fixed number of rows, each a function of (seed, index).
 
     Args:
-        examples: prompts and trajectories; `context_ids` is empty.
+        texts: prompts and trajectories.
         config: windows and loss positions.
         batch_size, steps: rows are planned for exactly this many.
         seed: of order, windows and crops.
     """
 
     def __init__(
-        self, examples: Sequence[Example], config: PlanRowConfig, *, batch_size: int, steps: int, seed: int
+        self, texts: Sequence[PlanText], config: PlanRowConfig, *, batch_size: int, steps: int, seed: int
     ) -> None:
-        self.examples = examples
+        self.texts = texts
         self.config = config
         self.seed = seed
-        lengths = [len(example.goal_ids) + len(example.target_ids) for example in examples]
+        lengths = [len(text.goal_ids) + len(text.target_ids) for text in texts]
         self.order = plan(lengths, batch_size=batch_size, steps=steps, seed=seed)
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        example = self.examples[self.order[index]]
-        return plan_row(example, self.config, random.Random(f"plan row {self.seed} {index}"))
+        text = self.texts[self.order[index]]
+        return plan_row(text, self.config, random.Random(f"plan row {self.seed} {index}"))
 
 
-def plan_row(example: Example, config: PlanRowConfig, rng: random.Random) -> dict[str, Any]:
+def plan_row(text: PlanText, config: PlanRowConfig, rng: random.Random) -> dict[str, Any]:
     """Full text, the crop the decoder sees, its labels (the token after each), and where the crop begins."""
-    goal = len(example.goal_ids)
-    text = [*example.goal_ids, *example.target_ids]
+    goal = len(text.goal_ids)
+    ids = [*text.goal_ids, *text.target_ids]
     labels = [
-        token if config.prompt_scored or place >= goal else UNSCORED for place, token in enumerate(text[1:], start=1)
+        token if config.prompt_scored or place >= goal else UNSCORED for place, token in enumerate(ids[1:], start=1)
     ]
+    example = text.example
+    ends = [goal + end for end in _action_ends(example)]
+    if not config.mistakes_scored:
+        for step in example.suboptimal:
+            first = ends[step - 1] if step else goal
+            labels[first - 1 : ends[step] - 1] = [UNSCORED] * (ends[step] - first)
     window = rng.choice(config.windows)
-    first, last = 0, len(text) - 1
+    first, last = 0, len(ids) - 1
     if window and last > window:
         # Any stretch of W tokens that predicts some of the plan; its early positions see less than W, which the model
         # meets at test time too, at the start of a rollout.
-        last = rng.randint(max(window, goal), len(text) - 1)
+        last = rng.randint(max(window, goal), len(ids) - 1)
         first = last - window
-    return {"full": text, "goal": goal, "first": first, "ids": text[first:last], "labels": labels[first:last]}
+    row = {"full": ids, "goal": goal, "first": first, "ids": ids[first:last], "labels": labels[first:last]}
+    if config.states:
+        # Places of the end of the prompt and of every trigger, and where each block is there.
+        row["places"] = [goal - 1, *(end - 1 for end in ends)]
+        row["states"] = symbolic_states(example)
+    return row
+
+
+def _action_ends(example: PlanExample) -> list[int]:
+    """Tokens up to and with the trigger of each action, counted from the start of the trajectory."""
+    ends, length = [], 0
+    for action in example.actions:
+        length += 1 + len(action.blocks) + len(TRIGGER.split())
+        ends.append(length)
+    return ends
+
+
+def symbolic_states(example: PlanExample) -> list[list[int]]:
+    """For each state of the trajectory and each name of the vocabulary: what its block stands on (a name's number, or
+    one more for the table, two for the hand), and then what it stands on in the goal; `UNSCORED` where no such block
+    or goal is."""
+    problem = example.problem
+    slots = [NAMES.index(name) for name in problem.names]
+    special = {TABLE: len(NAMES), HELD: len(NAMES) + 1}
+    goal = [UNSCORED] * len(NAMES)
+    for predicate, blocks in problem.goal:
+        if predicate in ("on", "ontable"):
+            goal[slots[blocks[0]]] = slots[blocks[1]] if predicate == "on" else special[TABLE]
+    rows = []
+    for state in trace(problem.init, example.actions):
+        now = [UNSCORED] * len(NAMES)
+        for block, below in enumerate(state):
+            now[slots[block]] = slots[below] if below >= 0 else special[below]
+        rows.append(now + goal)
+    return rows
 
 
 def collate_plans(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -79,7 +145,7 @@ def collate_plans(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     ids, mask = pad_right([row["ids"] for row in rows])
     full, full_mask = pad_right([row["full"] for row in rows])
     labels, _ = pad_right([row["labels"] for row in rows], value=UNSCORED)
-    return {
+    batch = {
         "input_ids": ids,
         "attention_mask": mask,
         "labels": labels,
@@ -88,6 +154,12 @@ def collate_plans(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         "first": torch.tensor([row["first"] for row in rows]),
         "goal_length": torch.tensor([row["goal"] for row in rows]),
     }
+    if "places" in rows[0]:
+        # Flat, as rows have different numbers of triggers: (row, place) of each state.
+        batch["state_rows"] = torch.tensor([i for i, row in enumerate(rows) for _ in row["places"]])
+        batch["state_places"] = torch.tensor([place for row in rows for place in row["places"]])
+        batch["states"] = torch.tensor([state for row in rows for state in row["states"]])
+    return batch
 
 
 class PlanLM(nn.Module):
@@ -96,12 +168,18 @@ class PlanLM(nn.Module):
     Args:
         model: an attached model, static or dynamic.
         steered: False trains the bare decoder, the channel closed (the AR baseline).
+        state_weight: of an extra loss, ours: linear heads must read from the vector, at the end of the prompt and at
+            every trigger, what each block stands on now and in the goal.
     """
 
-    def __init__(self, model: AttachedLM, *, steered: bool = True) -> None:
+    def __init__(self, model: AttachedLM, *, steered: bool = True, state_weight: float = 0.0) -> None:
         super().__init__()
+        if state_weight and not (steered and model.channel.tracker is not None):
+            raise ValueError("state_weight needs a dynamic channel: no other vector knows the state at a trigger")
         self.model = model
         self.steered = steered
+        self.state_weight = state_weight
+        self.reader = nn.Linear(model.channel.config.width, 2 * len(NAMES) * PLACES) if state_weight else None
 
     def forward(
         self,
@@ -112,6 +190,9 @@ class PlanLM(nn.Module):
         full_mask: Tensor,
         first: Tensor,
         goal_length: Tensor,
+        state_rows: Tensor | None = None,
+        state_places: Tensor | None = None,
+        states: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Mean cross-entropy at labelled positions.
 
@@ -120,10 +201,18 @@ class PlanLM(nn.Module):
             full_ids, full_mask: (B, T) prompt and trajectory.
             first: (B,) where each crop begins in its full text.
             goal_length: (B,) tokens of each prompt.
+            state_rows, state_places: (M,) row and place in the full text of each symbolic state.
+            states: (M, 2 x names) `symbolic_states`.
         """
         terms = None
+        extra = {}
         if self.steered:
             vectors = plan_vectors(self.model, full_ids, full_mask, goal_length)
+            if self.reader is not None:
+                assert state_rows is not None and state_places is not None and states is not None
+                read = self.reader(vectors[state_rows, state_places]).unflatten(-1, (2 * len(NAMES), PLACES))
+                known = states != UNSCORED
+                extra["state_loss"] = F.cross_entropy(read[known].float(), states[known])
             if vectors.shape[1] > 1:
                 places = (first[:, None] + torch.arange(input_ids.shape[1], device=first.device)).clamp(
                     max=vectors.shape[1] - 1
@@ -133,7 +222,10 @@ class PlanLM(nn.Module):
         hidden = self.model.hidden(input_ids, terms=terms, attention_mask=attention_mask)
         head: Any = self.model.lm.get_output_embeddings()
         scored = labels != UNSCORED
-        return {"loss": F.cross_entropy(head(hidden[scored]).float(), labels[scored])}
+        loss = F.cross_entropy(head(hidden[scored]).float(), labels[scored])
+        if extra:
+            loss = loss + self.state_weight * extra["state_loss"]
+        return {"loss": loss, **extra}
 
 
 def plan_vectors(model: AttachedLM, full_ids: Tensor, full_mask: Tensor, goal_length: Tensor) -> Tensor:
@@ -145,9 +237,10 @@ def plan_vectors(model: AttachedLM, full_ids: Tensor, full_mask: Tensor, goal_le
     in_goal = torch.arange(full_ids.shape[1], device=full_ids.device)[None] < goal_length[:, None]
     hidden = model.goal_hidden(full_ids, full_mask)
     pooled = mean_pool(hidden, in_goal)
-    state = LatentState(goal=channel.encoder.predict(pooled))
+    goal = channel.encoder.predict(pooled)
     if channel.tracker is None:
-        return state.goal.unsqueeze(1)
+        return goal.unsqueeze(1)
+    state = LatentState(goal=goal)
     if channel.config.tracker_layer != channel.config.pool_layer:
         hidden = model.goal_hidden(full_ids, full_mask, layer=channel.config.tracker_layer)
     vectors, _ = channel.tracker.sequence(state, hidden, model.fires(full_ids, full_mask))
