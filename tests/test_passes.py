@@ -1,196 +1,21 @@
-"""Latent passes: the authors' recorded outputs, an oracle that recomputes everything each pass, and the contract."""
+"""Latent passes: an oracle that recomputes everything each pass, the contract, and interventions on the latents."""
 
-import gzip
-import json
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 import sidestream
 from families import FAMILIES, close, differ, logits, open_gate, our_hooks, settings, tiny, tokens
 from sidestream import LatentState, attach
 from sidestream.channels import StreamConfig
 from sidestream.lm.cache import LatentCache
-from sidestream.lm.layout import UNSCORED, Layout, Row, collate, pad_left, stage_counts
+from sidestream.lm.layout import UNSCORED, Layout, Row, collate, pad_left
 from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss, replacement
-from sidestream.lm.text import Vocabulary
 
-DATA = Path(__file__).parent / "data"
 START, LATENT, END, STOP = 93, 94, 95, 96  # of the tiny models
 LAYOUT, CONFIG = Layout(start_id=START, latent_id=LATENT, end_id=END), PassConfig(latent_id=LATENT)
-
-
-def read(name):
-    return json.loads(gzip.decompress((DATA / name).read_bytes()))
-
-
-# -------------------------------------------------------------------- golden: tokens
-
-
-@cache
-def layouts():
-    return read("coconut_golden/layouts.json.gz")
-
-
-ENCODE = cache(Vocabulary().encode)
-
-
-def encoded(sample):
-    """Question, steps and answer as ids, in the authors' text form."""
-    steps = [ENCODE(step + "\n") for step in sample["steps"]]
-    return ENCODE(sample["question"] + "\n"), steps, [*ENCODE("### " + sample["answer"]), layouts()["eos_id"]]
-
-
-def golden_row(sample, case, *, prompt=False):
-    question, steps, answer = encoded(sample)
-    skipped, latents = len(steps), 0
-    if not case["no_cot"]:
-        skipped, latents = stage_counts(
-            case["stage"],
-            len(steps),
-            latents_per_step=case["c_thought"],
-            max_stage=case["max_latent_stage"],
-            pad_to_max=case["pad_latent_to_max"],
-            prompt=prompt,
-        )
-    ids = {name: layouts()[name] for name in ("start_id", "latent_id", "end_id")}
-    layout = Layout(**ids, markers=not case["no_special_marker"])
-    if prompt:
-        return layout.prompt(question, latents)
-    return layout.row(question, latents, [*sum(steps[skipped:], []), *answer])
-
-
-def test_token_layouts():
-    cases = layouts()["cases"]
-    assert len(cases) == 87
-    for case in cases:
-        for recorded in case["rows"]:
-            sample = layouts()["samples"][case["data"]][recorded["idx"]]
-            row, count = golden_row(sample, case), recorded["n_question"]
-            assert row.ids[count:] == recorded["train_tail"] and row.labels[count:] == recorded["label_tail"]
-            assert set(row.labels[:count]) == {UNSCORED}
-            assert golden_row(sample, case, prompt=True)[count:] == recorded["eval_tail"]
-
-
-def test_collated_batches():
-    mixed = 0
-    for batch in layouts()["batches"]:
-        case = {**batch, "max_latent_stage": 3, "no_cot": False, "no_special_marker": False}
-        samples = [layouts()["samples"]["short"][index] for index in batch["idx"]]
-        stages = [batch["stage"]] * 3 + [batch["mixed_last_row_stage"]]
-        rows = [golden_row(s, {**case, "stage": stage}) for s, stage in zip(samples, stages, strict=True)]
-        made = collate(rows, latent_id=layouts()["latent_id"], pad_id=layouts()["pad_id"])
-        for name, tensor in made.items():
-            assert tensor.tolist() == batch[name], name
-        positions = (made["attention_mask"].cumsum(1) - 1).clamp(min=0) * made["attention_mask"]
-        assert positions.tolist() == batch["position_ids"]
-        mixed += len({row.ids.count(layouts()["latent_id"]) for row in rows}) > 1
-    assert mixed == 1
-
-
-# -------------------------------------------------------------------- golden: numbers
-
-
-@cache
-def forward_golden(name):
-    return read(f"{name}/forward.json.gz")
-
-
-def golden_lm() -> GPT2LMHeadModel:
-    golden = forward_golden("coconut_golden")
-    names = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-    none = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None)
-    lm = GPT2LMHeadModel(GPT2Config(**{name: golden["config"][name] for name in names}, **none)).double().eval()
-    arrays = np.load(DATA / "coconut_golden" / "tiny_gpt2.npz")
-    weights = {name: torch.from_numpy(arrays[name]).double() for name in arrays}
-    missing, unexpected = lm.load_state_dict(weights, strict=False)
-    assert missing == ["lm_head.weight"] and not unexpected
-    lm.tie_weights()
-    return lm
-
-
-def golden_model(weights: str | None):
-    """CoCoNuT's bare model, or with one of the two recorded sets of stream weights."""
-    lm = golden_lm()
-    if weights is None:
-        return lm
-    model = attach(lm, stream=StreamConfig())
-    arrays = np.load(DATA / "agclr_golden" / "stream_weights.npz")
-    own = {key.partition(".")[2]: torch.from_numpy(arrays[key]).double() for key in arrays if key.startswith(weights)}
-    assert model.stream is not None
-    model.stream.load_state_dict(own)
-    return model.eval()
-
-
-def golden_cases(weights: str | None):
-    """(features, batch, recorded outputs, generate) of each case."""
-    base = forward_golden("coconut_golden")["cases"]
-    if weights is None:
-        return [(c["features"], c["batch"], c, c.get("generate")) for c in base]
-    recorded = next(s for s in forward_golden("agclr_golden")["sets"] if s["weights"] == weights)["cases"]
-    pairs = [(base[c["case"]], c) for c in recorded]
-    return [
-        (b["features"], b["batch"], c, "generate" in c and {**b["generate"], "output": c["generate"]}) for b, c in pairs
-    ]
-
-
-def golden_config():
-    return PassConfig(latent_id=forward_golden("coconut_golden")["special"]["latent"])
-
-
-def near(got, expected):
-    torch.testing.assert_close(got, torch.as_tensor(expected, dtype=torch.float64), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("weights", [None, "init", "random"])
-def test_logits_loss_gradients_and_generation_of_the_authors_code(weights):
-    model, config, generated = golden_model(weights), golden_config(), 0
-    lm = model if weights is None else model.lm
-    cases = golden_cases(weights)
-    assert len(cases) == 14
-    for features, batch, recorded, generate in cases:
-        made = collate([Row(f["input_ids"], f["labels"]) for f in features], latent_id=config.latent_id, pad_id=0)
-        for name, tensor in made.items():
-            assert tensor.tolist() == batch[name]
-        model.zero_grad()
-        out = latent_passes(model, made["input_ids"], config, attention_mask=made["attention_mask"])
-        real = made["attention_mask"].bool()
-        near(lm.get_output_embeddings()(out.hidden)[real], torch.tensor(recorded["logits"])[real])
-        slots = (made["input_ids"] == config.latent_id) & real
-        near(out.latents[out.present], torch.tensor(recorded["inputs_embeds"], dtype=torch.float64)[slots])
-        loss = next_token_loss(model, out, made["labels"])
-        near(loss.double(), recorded["loss"])
-        loss.backward()
-        stream = {} if weights is None else dict(model.stream.named_parameters(prefix="gated_concept_stream"))
-        named = {**dict(lm.named_parameters(prefix="base_causallm" if stream else "")), **stream}
-        assert set(recorded["grad_norms"]) == set(named)
-        for name, norm in recorded["grad_norms"].items():
-            gradient = named[name].grad
-            if norm is None:
-                assert gradient is None or not gradient.any()
-            else:
-                near(gradient.norm(), norm)
-        if generate:
-            count, prompt = generate["max_new_tokens"], generate["prompt"]
-            got = latent_generate(model, [prompt], config, max_new_tokens=count)
-            assert prompt + got[0] == generate["output"]
-            generated += 1
-    assert generated > 3
-
-
-def test_golden_prompts_in_one_batch():
-    for weights in (None, "init", "random"):
-        model = golden_model(weights)
-        cases = [generate for *_, generate in golden_cases(weights) if generate]
-        prompts = [case["prompt"] for case in cases]
-        assert len({len(prompt) for prompt in prompts}) > 1 and len({p.count(60) for p in prompts}) > 2
-        got = latent_generate(model, prompts, golden_config(), max_new_tokens=cases[0]["max_new_tokens"])
-        assert [p + row for p, row in zip(prompts, got, strict=True)] == [case["output"] for case in cases]
 
 
 # -------------------------------------------------------------------- the oracle
@@ -214,9 +39,13 @@ def recomputed(lm: PreTrainedModel, ids, *, stream=None, sees="all", fed=None, d
         if sees == "all":
             feed = {}
         else:
-            block = torch.zeros(upto, upto, dtype=lm.dtype).masked_fill(~allowed[:upto, :upto], torch.finfo(lm.dtype).min)
+            block = torch.zeros(upto, upto, dtype=lm.dtype).masked_fill(
+                ~allowed[:upto, :upto], torch.finfo(lm.dtype).min
+            )
             feed = {"attention_mask": block[None, None], "position_ids": torch.arange(upto)[None]}
-        return lm.base_model(inputs_embeds=torch.stack(embeds[:upto])[None], use_cache=False, **feed).last_hidden_state[0]
+        return lm.base_model(inputs_embeds=torch.stack(embeds[:upto])[None], use_cache=False, **feed).last_hidden_state[
+            0
+        ]
 
     for number, slot in enumerate(slots):
         h = states(slot)[-1]
@@ -239,7 +68,9 @@ def cell(stream):
             for gate in (stream.read_gate, stream.forget_gate, stream.write_gate)
         )
         out = (1 - f) * h + r * c
-        return out, torch.nn.functional.layer_norm(c + w * out, h.shape, stream.ln_residual.weight, stream.ln_residual.bias)
+        return out, torch.nn.functional.layer_norm(
+            c + w * out, h.shape, stream.ln_residual.weight, stream.ln_residual.bias
+        )
 
     return step
 
@@ -334,8 +165,13 @@ def test_what_the_oracle_would_notice(family, monkeypatch):
     assert (gradient(cut) - right).norm() > 1e-2 * right.norm()
     inner = LatentCache.update
     monkeypatch.setattr(
-        LatentCache, "update", lambda self, k, v, *rest, **kw: inner(self, k, v, *rest, **kw) if k.shape[2] > 1 else
-        tuple(t.detach() for t in inner(self, k, v, *rest, **kw))
+        LatentCache,
+        "update",
+        lambda self, k, v, *rest, **kw: (
+            inner(self, k, v, *rest, **kw)
+            if k.shape[2] > 1
+            else tuple(t.detach() for t in inner(self, k, v, *rest, **kw))
+        ),
     )
     out, _ = passes(model)
     assert (gradient(next_token_loss(model, out, batch["labels"])) - right).norm() > 1e-2 * right.norm()
@@ -346,7 +182,8 @@ def test_what_the_oracle_would_notice(family, monkeypatch):
 
 
 @pytest.mark.parametrize("sees", ["latents", "last"])
-def test_hidden_text_is_hidden(model, sees):
+def test_hidden_text_is_hidden(family, sees):
+    model = streamed(family)
     lm, stream = parts(model)
     out, _ = passes(model, config=replace(CONFIG, sees=sees))
     whole, _ = passes(model)
@@ -372,8 +209,8 @@ def test_hidden_text_is_hidden(model, sees):
 
 @pytest.fixture(
     params=[(family, None) for family in FAMILIES]
-    + [(family, "dynamic") for family in FAMILIES]
-    + [(family, "static") for family in ("gpt2", "gemma3")],
+    + [(family, "dynamic") for family in ("gpt2", "qwen3", "opt")]
+    + [(family, "static") for family in ("llama", "gemma3", "gpt_neox")],
     ids=lambda pair: f"{pair[0]}-{pair[1] or 'alone'}",
 )
 def both(request):
@@ -383,7 +220,7 @@ def both(request):
 
 def base_of(model):
     """The untouched model under it."""
-    return next(tiny(family) for family in FAMILIES if type(tiny(family)) is type(model.lm))
+    return tiny(next(name for name in FAMILIES if name == model.config.model_type.removesuffix("_text")))
 
 
 def goals_for(model, rows=slice(None)):
@@ -446,7 +283,7 @@ def test_slots_need_not_share_columns(both):
 def test_tokens_at_once_equal_single_steps(both):
     ids, mask, goal = BATCH["input_ids"], BATCH["attention_mask"], goals_for(both)
     whole = latent_passes(both, ids, CONFIG, attention_mask=mask, goal=goal)
-    for size in (1, 4):
+    for size in (1, 4) if both.channel is None else (4,):
         past, hidden = None, []
         for start in range(0, ids.shape[1], size):
             columns = slice(start, start + size)
@@ -489,3 +326,176 @@ def test_greedy_rows_give_what_they_give_alone(both):
     stopped = latent_generate(both, prompts, CONFIG, max_new_tokens=6, goal=goal, stop_id=got[0][2])
     assert stopped == [row[: row.index(got[0][2])] if got[0][2] in row else row for row in got]
     assert latent_generate(both.lm, prompts, replace(CONFIG, slots="pause"), max_new_tokens=6) != got
+
+
+# -------------------------------------------------------------------- interventions
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def plain(request):
+    return streamed(request.param)
+
+
+LIKE = [problem(7, 3, 4, 10), problem(4, 3, 3, 20), problem(9, 3, 1, 30)]
+
+
+@pytest.mark.parametrize("kind", ["zero", "noise", "mean", "first", "other", "permuted"])
+def test_latents_can_be_replaced(plain, kind):
+    clean, _ = passes(plain, LIKE)
+    generator = torch.Generator().manual_seed(4)
+    out, batch = passes(plain, LIKE, replace=replacement(kind, clean, generator))
+    assert out.present.all() and out.latents.shape == (3, 3, 32)
+    same = {
+        "zero": lambda: torch.zeros_like(clean.latents),
+        "mean": lambda: clean.latents.mean(0, keepdim=True).expand(3, -1, -1),
+        "first": lambda: clean.latents[:, :1].expand(-1, 3, -1),
+        "other": lambda: clean.latents[[2, 0, 1]],
+    }
+    if kind in same:
+        torch.testing.assert_close(out.latents, same[kind]())
+    elif kind == "noise":
+        assert torch.cosine_similarity(out.latents, clean.latents, dim=-1).abs().max() < 0.8
+        ratio = out.latents.norm(dim=-1) / clean.latents.norm(dim=-1)
+        assert 0.5 < ratio.min() and ratio.max() < 1.6
+    else:
+        distance = torch.cdist(out.latents, clean.latents)  # (rows, slot fed, slot of the clean run)
+        assert (distance.amin(dim=1) < 1e-5).all() and (distance.diagonal(dim1=1, dim2=2) > 1e-2).all()
+    for fed, row, states in zip(out.latents, LIKE, rows_of(out), strict=True):
+        close(states, recomputed(plain.lm, row.ids, fed=list(fed)), 2e-5)
+    differ(out.hidden[:, -6:], clean.hidden[:, -6:])
+    prompts = [row.ids[: row.ids.index(END) + 1] for row in LIKE]
+    again = replacement(kind, clean, torch.Generator().manual_seed(4))
+    first = latent_generate(plain, prompts, CONFIG, max_new_tokens=1, replace=again)
+    ends = torch.stack([states[row.ids.index(END)] for states, row in zip(rows_of(out), LIKE, strict=True)])
+    assert [row[0] for row in first] == plain.lm.get_output_embeddings()(ends).argmax(-1).tolist()
+
+
+def test_one_pass_alone_can_be_replaced(plain):
+    """Passes after the replaced one answer to it, passes before do not."""
+
+    def at_pass_two(fed, which):
+        return torch.where((which == 1)[:, None], torch.ones_like(fed), fed)
+
+    clean, out = passes(plain)[0], passes(plain, replace=at_pass_two)[0]
+    assert torch.equal(out.states[:, :2], clean.states[:, :2]) and torch.equal(out.latents[:, 0], clean.latents[:, 0])
+    assert (out.latents[[0, 2, 3], 1] == 1).all()
+    differ(out.states[0, 2], clean.states[0, 2])
+    assert torch.equal(rows_of(out)[1], rows_of(clean)[1])
+
+
+def test_identity_intervention_and_gates_of_a_run(plain):
+    clean, _ = passes(plain)
+    assert torch.equal(passes(plain, replace=lambda fed, which: fed)[0].hidden, clean.hidden)
+    gates = plain.stream.gates(clean.states)  # (B, K, 3, D)
+    read, forget, _ = gates[:, 0].unbind(dim=1)
+    close((1 - forget[0]) * clean.states[0, 0], clean.latents[0, 0])  # c_0 = 0
+    assert read.std() > 0.01
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 9])
+def test_depth_is_a_prompt_with_fewer_latents(plain, depth):
+    out, _ = passes(plain, config=replace(CONFIG, depth=depth))
+    for states, row in zip(rows_of(out), ROWS, strict=True):
+        slots, ids = [t for t, token in enumerate(row.ids) if token == LATENT], row.ids
+        close(
+            states,
+            passes(plain, [Row([x for t, x in enumerate(ids) if t not in slots[depth:]], [])])[0].hidden[0],
+            2e-5,
+        )
+    assert out.present.sum(1).tolist() == [min(depth, row.ids.count(LATENT)) for row in ROWS]
+
+
+def test_pause_tokens_are_the_tokens_own_embedding(plain):
+    once, _ = passes(plain, config=replace(CONFIG, slots="pause"))
+    many, batch = passes(plain, config=replace(CONFIG, slots="pause_multi"))
+    real = batch["attention_mask"].bool()
+    close(once.hidden[real], many.hidden[real])
+    pause = [plain.lm.get_input_embeddings().weight[LATENT]] * 3
+    close(once.hidden[real], torch.cat([recomputed(plain.lm, row.ids, fed=pause) for row in ROWS]), 2e-5)
+    assert once.present.shape[1] == 0 and many.present.sum() == 8
+    differ(once.hidden[real], passes(plain)[0].hidden[real])
+    next_token_loss(plain, once, batch["labels"]).backward()
+    assert plain.lm.get_input_embeddings().weight.grad[LATENT].abs().sum() > 0
+
+
+def test_a_generated_latent_token_is_text():
+    model = streamed("llama")
+    with torch.no_grad():
+        model.lm.lm_head.weight.zero_()
+        model.lm.lm_head.weight[LATENT] = 0.0
+    model.lm.lm_head.register_forward_hook(
+        lambda module, args, out: out + 9 * torch.nn.functional.one_hot(torch.tensor(LATENT), 97)
+    )
+    prompt = LAYOUT.prompt([5, 6, 7], 2)
+    assert latent_generate(model, [prompt], CONFIG, max_new_tokens=3) == [[LATENT] * 3]
+    assert latent_generate(model, [prompt], CONFIG, max_new_tokens=3, stop_id=LATENT) == [[]]
+
+
+def test_no_call_leaks_into_the_next(plain):
+    first, _ = passes(plain)
+    passes(plain, LIKE)
+    again, _ = passes(plain)
+    assert torch.equal(first.hidden, again.hidden) and again.cache.latent.passes.tolist() == [3, 0, 2, 3]
+
+
+def test_a_stream_alone_takes_no_goal():
+    model = streamed("llama")
+    for call in (
+        lambda: model(BATCH["input_ids"], goal=GOALS),
+        lambda: passes(model, goal=GOALS),
+        lambda: model.new_cache(GOALS),
+    ):
+        with pytest.raises(ValueError, match="no goal channel"):
+            call()
+
+
+def test_the_cache_goes_on_in_forward(plain):
+    """A run's cache is a cache: the model's own forward takes the text further."""
+    (out, batch), (same, _), more = passes(plain), passes(plain), tokens(4, 2, seed=3)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(more)], 1)
+    further = plain(more, attention_mask=mask, cache=out.cache).logits
+    close(further, plain.lm.lm_head(latent_passes(plain, more, CONFIG, past=same).hidden))
+    assert torch.equal(out.cache.latent.concept, same.cache.latent.concept)
+
+
+@pytest.mark.parametrize(
+    "call, complaint",
+    [
+        (lambda m: latent_passes(m, torch.tensor([[LATENT, 3]]), CONFIG), "row 0 has a latent slot with no token"),
+        (
+            lambda m: (
+                passes(m, [*ROWS, Row([0, LATENT], [0, 0])])[0]
+                and latent_passes(m, torch.tensor([[5, 0, LATENT]]), CONFIG, attention_mask=torch.tensor([[1, 0, 1]]))
+            ),
+            "no token before",
+        ),
+        (lambda m: latent_passes(m.lm, BATCH["input_ids"], CONFIG, goal=GOALS), "carries no channel"),
+        (lambda m: latent_passes(m, BATCH["input_ids"], CONFIG, attention_mask=torch.ones(4, 2)), "must agree"),
+        (lambda m: passes(m, config=replace(CONFIG, slots="pause"), replace=lambda a, b: a), "needs passes"),
+        (lambda m: PassConfig(latent_id=1, slots="wait"), "slots is 'wait'"),
+        (lambda m: PassConfig(latent_id=1, sees="nothing"), "sees is 'nothing'"),
+        (lambda m: PassConfig(latent_id=1, slots="pause", sees="last"), "use 'pause_multi'"),
+        (lambda m: PassConfig(latent_id=1, depth=-1), "0 or more"),
+        (lambda m: replacement("swap", passes(m)[0]), "'swap' is unknown"),
+        (lambda m: replacement("other", passes(m)[0]), "different numbers of latents"),
+        (lambda m: replacement("other", passes(m, ROWS[:1])[0]), "needs 2 rows"),
+        (lambda m: next_token_loss(m, passes(m)[0], torch.full((4, 17), UNSCORED)), "no token of the batch"),
+        (lambda m: latent_generate(m, [[5, 6]], CONFIG, max_new_tokens=0), "at least 1"),
+        (lambda m: latent_generate(m, [[5, 6], []], CONFIG, max_new_tokens=1), "no empty one"),
+        (lambda m: collate([], latent_id=1, pad_id=0), "at least one row"),
+        (lambda m: attach(tiny("llama")), "give the channel's settings"),
+        (lambda m: attach(tiny("llama"), stream=3), "stream is 3"),
+        (lambda m: attach(tiny("llama"), stream=StreamConfig(), sites=["model"]), "belong to a goal channel"),
+        (lambda m: m.encode_goal(LatentState(concept=torch.zeros(1, 32))), "no goal channel"),
+    ],
+)
+def test_mistakes_are_named(call, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        call(streamed("llama"))
+
+
+def test_checkpointing_is_refused():
+    model = streamed("llama").train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="drops the cache"):
+        passes(model)

@@ -14,7 +14,9 @@ from families import unchecked_types
 from sidestream.channels import GATES, ConceptStream, LatentState, StreamConfig
 
 GOLDEN = Path(__file__).parent / "data" / "agclr_golden"
-SETS = {entry["weights"]: entry for entry in json.loads(gzip.decompress((GOLDEN / "forward.json.gz").read_bytes()))["sets"]}
+SETS = {
+    entry["weights"]: entry for entry in json.loads(gzip.decompress((GOLDEN / "forward.json.gz").read_bytes()))["sets"]
+}
 INITS = ("gsm8k", "prosqa", "identity")
 D = 6
 
@@ -119,7 +121,11 @@ def test_gates_start_where_the_paper_says(init, values):
         assert gates[..., index, :].std() < 1e-7  # zero weights: no input matters yet
         assert round(gates[..., index, :].mean().item(), 2) == value
     given = ConceptStream(StreamConfig(width=D, biases=(0.0, -1.5, 2.0)))
-    assert [given.read_gate.bias[0].item(), given.forget_gate.bias[0].item(), given.write_gate.bias[0].item()] == [0, -1.5, 2]
+    assert [given.read_gate.bias[0].item(), given.forget_gate.bias[0].item(), given.write_gate.bias[0].item()] == [
+        0,
+        -1.5,
+        2,
+    ]
 
 
 def test_identity_starts_as_the_identity_and_learns():

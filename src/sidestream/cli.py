@@ -305,18 +305,19 @@ def _print_table(results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sidestream.papers.results import conditions, merge_seeds, pivot
+    from sidestream.papers.results import METRICS, arm_name, conditions, merge_seeds, pivot
 
     cells = pivot(merge_seeds([results]))
     fixed = conditions(cells.fixed)
     title = f"{results['table']} {results['scale']}: percent{f', {fixed}' if fixed else ''}, by {cells.column}"
     table = Table(title=title, title_justify="left", padding=(0, 0), pad_edge=False)
-    for head in ("metric", "arm", *map(str, cells.columns)):
+    for head in ("metric", "arm", *(cells.title(column)[0] for column in cells.columns)):
         table.add_column(head, justify="left" if head in ("arm", "metric") else "right", no_wrap=True, min_width=5)
     last = ""
     for (metric, arm, rest), row in cells.rows.items():
         values = (f"{100 * row[column].value:.1f}" if column in row else "-" for column in cells.columns)
-        table.add_row(metric if metric != last else "", f"{arm} {rest}".strip(), *values, end_section=False)
+        who = ", ".join(filter(None, (arm_name(arm, results["table"]), rest)))
+        table.add_row(METRICS.get(metric, metric) if metric != last else "", who, *values, end_section=False)
         last = metric
     # A pipe is not a terminal of 80 columns: numbers are not to be cut to fit one.
     Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -178,8 +178,13 @@ class GoalTracker(nn.Module):
         state after the last token. Equal to T calls of `step`."""
         batch, length, _ = hidden.shape
         if self.history == 1:
-            update = self._value_update(hidden)  # (B, T, G)
-            steps = torch.where(fires.unsqueeze(-1), update, torch.zeros_like(update)).cumsum(dim=1)
+            if length == 1:
+                update = self._value_update(hidden) * fires.unsqueeze(-1)  # (B, 1, G)
+            else:
+                # Few tokens are triggers; to find them costs a GPU one synchronisation, so decoding does without.
+                some = self._value_update(hidden[fires])  # (triggers, G)
+                update = some.new_zeros(*fires.shape, some.shape[-1]).index_put((fires,), some)
+            steps = update.cumsum(dim=1)  # (B, T, G)
             vectors = _goal_of(state).unsqueeze(1) + self.alpha * steps
             history, count = self._history(state, hidden[:, 0])
             total = fires.sum(dim=1)
@@ -219,7 +224,7 @@ class GoalTracker(nn.Module):
         attended = attended.squeeze(1)
         return attended + self.mlp(attended)
 
-    def _value_update(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T G"]:
+    def _value_update(self, hidden: Float[Tensor, "... E"]) -> Float[Tensor, "... G"]:
         """The update with each position as its own single key: softmax of one is 1, so values and output projection."""
         attention = self.attention
         bias = attention.in_proj_bias.chunk(3)[2]

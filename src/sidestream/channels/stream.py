@@ -55,7 +55,9 @@ class StreamConfig:
         if self.write_until is not None and self.write_until < 0:
             raise ValueError(f"StreamConfig.write_until is {self.write_until}; it counts passes, 0 or more")
         if not self.knock_out_bias < 0:
-            raise ValueError(f"StreamConfig.knock_out_bias is {self.knock_out_bias}; it must be negative to shut a gate")
+            raise ValueError(
+                f"StreamConfig.knock_out_bias is {self.knock_out_bias}; it must be negative to shut a gate"
+            )
         if self.memory == "mlp" and (self.knocked_out or self.biases or self.write_until is not None):
             raise ValueError("StreamConfig.memory is 'mlp', which has no gates: leave knocked_out, biases, write_until")
         if self.width is not None and self.width < 1:

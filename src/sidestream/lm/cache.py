@@ -255,9 +255,7 @@ def checked_window(lm: PreTrainedModel, window: int | Window | None, reader: Pre
     if window.encoder_size is not None and reader is None:
         raise ValueError("Window.encoder_size is set but a static goal reads no text; leave it out")
     if window.encoder_size is not None and reader is not None and learned_positions(reader) is not None:
-        raise ValueError(
-            f"Window.encoder_size needs a rotary encoder; {type(reader).__name__} has learned positions"
-        )
+        raise ValueError(f"Window.encoder_size needs a rotary encoder; {type(reader).__name__} has learned positions")
     return window
 
 

@@ -48,8 +48,10 @@ class PlanData:
     """N, drawn uniformly for each problem."""
     names: Literal["fixed", "pool"] = "fixed"
     """Block names: always a, b, c, ... or drawn per problem, so that the names of larger problems are trained too."""
-    goals: Literal["full", "on", "mixed"] = "full"
-    """Goals that fix every block, only `on` facts as PDDL problems have them, or either by a coin."""
+    pool: int = 26
+    """Names in the pool."""
+    goals: Literal["full", "on"] = "full"
+    """Goals that fix every block, or only `on` facts as PDDL problems have them."""
     budgets: tuple[int, ...] = (1,)
     """Most forced sub-optimal actions in a trajectory, drawn per problem."""
     own_prefixes: int = 0
@@ -66,7 +68,7 @@ class PlanData:
 OURS = PlanData(
     blocks=(4, 5, 5),
     names="pool",
-    goals="mixed",
+    pool=10,
     budgets=(0, 1, 2, 3, 4),
     own_prefixes=10_000,
     mistakes_scored=False,
@@ -112,6 +114,8 @@ class Table3:
     """The unconditioned decoder, matched in parameters."""
     goal_width: int
     """G."""
+    predictor_hidden: int | None = None
+    """Hidden width of E_pred; None means 4 x `goal_width`."""
     train_encoder: bool = True
     """E_pred trains on in stage 3 (open in the paper; without it Static cannot use its vector at all here)."""
     alpha_rate: float = 30.0
@@ -173,7 +177,9 @@ def table3(scale: Scale) -> Table3:
             encoder=Backbone(layers=3, width=128, heads=4, family="llama"),
             baseline=Backbone(layers=6, width=128, heads=4, family="llama"),
             goal_width=128,
+            predictor_hidden=256,
             encoder_window=256,
+            prompt_scored=False,
             stage1=loop,
             stage2=LoopConfig(steps=1000, batch_size=256, learning_rate=2e-3),
             stage3=replace(loop, steps=2000),

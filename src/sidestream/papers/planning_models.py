@@ -19,17 +19,19 @@ from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.text import WordVocabulary
 from sidestream.papers.experiment import from_json, write_whole
 from sidestream.papers.planning import ARMS, Table3
-from sidestream.tasks.blocksworld import Action, Problem
+from sidestream.tasks.blocksworld import Action, Problem, satisfies, trace
 from sidestream.tasks.blocksworld_data import (
     TRIGGER,
     WORDS,
     BlocksworldConfig,
     PlanExample,
     examples,
+    on_table,
+    plan_text,
     relabel,
     standard_names,
 )
-from sidestream.tasks.blocksworld_loop import Episode, PlanScore, episodes, make_episode, score_rollout
+from sidestream.tasks.blocksworld_loop import Episode, PlanScore, episodes, make_episode, score_plan, score_rollout
 from sidestream.training.loop import FINAL, train
 from sidestream.training.planning import PlanLM, PlanRowConfig, PlanRows, PlanText, collate_plans
 from sidestream.training.stages import align_goal, pooled_states
@@ -56,6 +58,7 @@ class PlanModels:
         return BlocksworldConfig(
             blocks=blocks or recipe.blocks,
             names=recipe.names,
+            pool=recipe.pool,
             goals=recipe.goals,
             budgets=recipe.budgets,
             seed=self.experiment.seed,
@@ -152,7 +155,10 @@ class PlanModels:
         torch.manual_seed(self.experiment.seed)
         triggers = tuple(self.vocabulary.encode(TRIGGER)) if dynamic else ()
         config = GoalConfig(
-            mode="dynamic" if dynamic else "static", width=self.experiment.goal_width, trigger_ids=triggers
+            mode="dynamic" if dynamic else "static",
+            width=self.experiment.goal_width,
+            encoder_hidden=self.experiment.predictor_hidden,
+            trigger_ids=triggers,
         )
         return attach(decoder, goal=config, encoder=base)
 
@@ -251,6 +257,7 @@ def solve(
     Args:
         directory: a run of `lsar.table3`.
         problems: blocks are renamed to the vocabulary's names; actions hold block numbers, so they fit the originals.
+            A model trained on full goals is asked to put on the table what a goal puts nowhere.
         arm: whose weights.
         window: W; 0 for everything in view.
         tries: rollouts a problem. The first is greedy; further ones are drawn at temperature 1 from the words that
@@ -261,22 +268,25 @@ def solve(
     """
     models = finished(directory, arm)
     model, _ = models.load(arm)
-    tests = [make_episode(standard_names(problem), perturbations=0, seed=0) for problem in problems]
+    full = models.task(ARMS[arm].data).goals == "full"
+    asked = [standard_names(problem) for problem in problems]
+    tests = [make_episode(on_table(problem) if full else problem, perturbations=0, seed=0) for problem in asked]
     best: list[tuple[PlanScore, tuple[Action, ...]] | None] = [None] * len(tests)
     for attempt in range(tries):
-        prompts = [models.vocabulary.encode(test.prompt) for test in tests]
-        goals = None if ARMS[arm].channel == "closed" else model.encode_goal(prompts)
-        ends = finish_episodes(
-            model,
-            tests,
-            models.vocabulary,
-            window=window,
-            goals=goals,
-            draw=torch.Generator().manual_seed(attempt) if attempt else None,
-        )
-        for place, (test, end) in enumerate(zip(tests, ends, strict=True)):
-            score, held = score_rollout(test, end), best[place]
-            better = held is None or (score.success and (not held[0].success or score.steps < held[0].steps))
-            if better:
-                best[place] = (score, end.actions)
+        goals = None
+        if ARMS[arm].channel != "closed":
+            goals = model.encode_goal([models.vocabulary.encode(test.prompt) for test in tests])
+        draw = torch.Generator().manual_seed(attempt) if attempt else None
+        ends = finish_episodes(model, tests, models.vocabulary, window=window, goals=goals, draw=draw)
+        for place, (problem, test, end) in enumerate(zip(asked, tests, ends, strict=True)):
+            states = trace(problem.init, end.actions)
+            # What was asked may hold before the full goal does, or before a mistake.
+            steps = next((i for i, state in enumerate(states) if satisfies(state, problem.goal)), None)
+            actions = end.actions[:steps]
+            score = score_rollout(test, end)
+            if steps is not None:
+                score = score_plan(problem, plan_text(actions, problem.names).split())
+            held = best[place]
+            if held is None or (score.success and (not held[0].success or score.steps < held[0].steps)):
+                best[place] = (score, actions)
     return [found for found in best if found is not None]

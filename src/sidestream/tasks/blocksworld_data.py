@@ -56,11 +56,12 @@ class BlocksworldConfig:
     blocks: tuple[int, ...] = (5,)
     """N, 2 to 7; drawn uniformly for each problem where several are given."""
     names: Literal["fixed", "pool"] = "fixed"
-    """`fixed`: a, b, ... (the paper's reading). `pool`: N of the 26 `NAMES`, in random order, for each problem, so
+    """`fixed`: a, b, ... (the paper's reading). `pool`: N of `pool` names, in random order, for each problem, so
     the names of a larger N are trained too."""
-    goals: Literal["full", "on", "mixed"] = "full"
-    """`full`: where every block stands. `on`: only the `on` facts of a random state, as in PDDL benchmarks. `mixed`:
-    either, by a coin."""
+    pool: int = len(NAMES)
+    """How many of `NAMES` are in the pool."""
+    goals: Literal["full", "on"] = "full"
+    """`full`: where every block stands. `on`: only the `on` facts of a random state, as in PDDL benchmarks."""
     budgets: tuple[int, ...] = (1,)
     """K of a training trajectory, the most sub-optimal actions forced into it; drawn uniformly where several."""
     perturb_probability: float = 0.3
@@ -71,6 +72,8 @@ class BlocksworldConfig:
     def __post_init__(self) -> None:
         if not self.blocks or not all(2 <= n <= GRAPH_BLOCKS for n in self.blocks):
             raise ValueError(f"blocks must be numbers from 2 to {GRAPH_BLOCKS}, got {self.blocks}")
+        if not max(self.blocks) <= self.pool <= len(NAMES):
+            raise ValueError(f"pool is {self.pool}; it must be from N = {max(self.blocks)} to {len(NAMES)}")
         if not self.budgets or min(self.budgets) < 0:
             raise ValueError(f"budgets must be numbers from 0 up, got {self.budgets}")
         if not 0 <= self.perturb_probability <= 1:
@@ -121,6 +124,18 @@ def standard_names(problem: Problem) -> Problem:
     if len(problem.names) > len(NAMES):
         raise ValueError(f"the vocabulary names at most {len(NAMES)} blocks, the problem has {len(problem.names)}")
     return replace(problem, names=NAMES[: len(problem.names)])
+
+
+def on_table(problem: Problem) -> Problem:
+    """The same problem with a full goal: blocks that the goal puts on nothing are to stand on the table.
+
+    A plan for it solves the original, but may be longer than need be. Goals that hold a block stay as they are.
+    """
+    placed = {fact.blocks[0] for fact in problem.goal if fact.predicate in ("on", "ontable", "holding")}
+    if any(fact.predicate == "holding" for fact in problem.goal):
+        return problem
+    rest = {Fact("ontable", (x,)) for x in range(len(problem.names)) if x not in placed}
+    return replace(problem, goal=frozenset(f for f in problem.goal if f.predicate in ("on", "ontable")) | rest)
 
 
 # ---- training data
@@ -197,9 +212,9 @@ def problems(config: BlocksworldConfig, split: Split) -> Iterator[Problem]:
         states = state_graph(rng.choice(config.blocks)).hand_empty
         init, goal = rng.choice(states), state_goal(rng.choice(states))
         blocks = len(init)
-        if config.goals == "on" or config.goals == "mixed" and rng.random() < 0.5:
+        if config.goals == "on":
             goal = _on_facts(goal)
-        names = NAMES[:blocks] if config.names == "fixed" else tuple(rng.sample(NAMES, blocks))
+        names = NAMES[:blocks] if config.names == "fixed" else tuple(rng.sample(NAMES[: config.pool], blocks))
         problem = Problem(names=names, init=init, goal=goal)
         if satisfies(init, goal) or split_of(problem, config.names) != split or problem in seen:
             misses += 1
