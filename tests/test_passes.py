@@ -356,7 +356,7 @@ def test_latents_can_be_replaced(plain, kind):
     elif kind == "noise":
         assert torch.cosine_similarity(out.latents, clean.latents, dim=-1).abs().max() < 0.8
         ratio = out.latents.norm(dim=-1) / clean.latents.norm(dim=-1)
-        assert 0.5 < ratio.min() and ratio.max() < 1.6
+        assert ratio.min() > 0.5 and ratio.max() < 1.6
     else:
         distance = torch.cdist(out.latents, clean.latents)  # (rows, slot fed, slot of the clean run)
         assert (distance.amin(dim=1) < 1e-5).all() and (distance.diagonal(dim1=1, dim2=2) > 1e-2).all()
@@ -383,9 +383,8 @@ def test_one_pass_alone_can_be_replaced(plain):
     assert torch.equal(rows_of(out)[1], rows_of(clean)[1])
 
 
-def test_identity_intervention_and_gates_of_a_run(plain):
+def test_gates_of_a_run_come_from_its_states(plain):
     clean, _ = passes(plain)
-    assert torch.equal(passes(plain, replace=lambda fed, which: fed)[0].hidden, clean.hidden)
     gates = plain.stream.gates(clean.states)  # (B, K, 3, D)
     read, forget, _ = gates[:, 0].unbind(dim=1)
     close((1 - forget[0]) * clean.states[0, 0], clean.latents[0, 0])  # c_0 = 0
@@ -451,7 +450,7 @@ def test_a_stream_alone_takes_no_goal():
 
 def test_the_cache_goes_on_in_forward(plain):
     """A run's cache is a cache: the model's own forward takes the text further."""
-    (out, batch), (same, _), more = passes(plain), passes(plain), tokens(4, 2, seed=3)
+    (out, batch), (same, _), more = passes(plain), passes(plain), tokens(4, 2, seed=3) % 90 + 2
     mask = torch.cat([batch["attention_mask"], torch.ones_like(more)], 1)
     further = plain(more, attention_mask=mask, cache=out.cache).logits
     close(further, plain.lm.lm_head(latent_passes(plain, more, CONFIG, past=same).hidden))

@@ -32,6 +32,7 @@ from sidestream.tasks.blocksworld_loop import episodes, make_episode
 from sidestream.training.loop import LoopConfig, train
 from sidestream.training.objectives import UNSCORED
 from sidestream.training.planning import (
+    FACTS,
     PLACES,
     PlanLM,
     PlanRowConfig,
@@ -124,7 +125,8 @@ def test_symbolic_states_say_where_every_block_is() -> None:
     problem = Problem(names=names, init=(1, TABLE, TABLE), goal=frozenset({Fact("on", (2, 0)), Fact("ontable", (1,))}))
     example = relabel(problem, [])
     places = [row[:26] for row in symbolic_states(example)]
-    goals = [row[26:] for row in symbolic_states(example)]
+    goals = [row[26:52] for row in symbolic_states(example)]
+    assert [row[52:] for row in symbolic_states(example)] == [[0, 0, UNSCORED], [2, 0, 2], [4, UNSCORED, UNSCORED]]
     c, x, a, table, hand = 2, 23, 0, 26, 27
     assert [action.name for action in example.actions] == ["pickup", "stack"]
     assert [[row[n] for n in (c, x, a)] for row in places] == [[x, table, table], [x, table, hand], [x, table, c]]
@@ -148,7 +150,11 @@ def test_the_state_loss_reads_the_vector_at_triggers(plans: list[PlanExample]) -
     assert all(p.grad is None for p in lm.lm.parameters()), "the decoder has no part in it"
     plain = PlanLM(lm)(**collate_plans([plan_row(t, PlanRowConfig(), random.Random(1)) for t in encoded(plans)]))
     assert set(plain) == {"loss"}
-    assert module.reader is not None and module.reader.out_features == 2 * 26 * PLACES
+    assert module.reader is not None and module.reader.out_features == FACTS * PLACES
+    bare = PlanLM(lm, steered=False, state_weight=1.0)
+    whole = [plan_row(text, PlanRowConfig(states=True), random.Random(1)) for text in encoded(plans)]
+    bare(**collate_plans(whole))["state_loss"].backward()
+    assert any(p.grad is not None and p.grad.any() for p in lm.lm.parameters()), "it teaches a bare decoder"
     with pytest.raises(ValueError, match="needs a dynamic channel"):
         PlanLM(model("static"), state_weight=1.0)
 

@@ -94,6 +94,8 @@ def oracle(module, goal, hidden, fires):
                 seen = (seen + [hidden[row, t].tolist()])[-module.history :]
                 a = mha(module, vector, seen)
                 update = [x + y for x, y in zip(a, mlp(module.mlp, a), strict=True)]
+                if module.replaces:
+                    vector = goal[row].tolist()
                 vector = [p + module.alpha.item() * u for p, u in zip(vector, update, strict=True)]
             path.append(vector)
         out.append(path)
@@ -112,10 +114,10 @@ def steps(module, state, hidden, fires):
 FIRES = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 1], [1, 1, 1, 1, 1, 1]]).bool()
 
 
-@pytest.mark.parametrize("history", [1, 3])
+@pytest.mark.parametrize(("history", "update"), [(1, "add"), (3, "add"), (1, "replace")])
 @pytest.mark.parametrize("encoder_width", [E, G])  # torch keeps the projections apart, or in one matrix
-def test_sequence_steps_and_oracle_agree(history, encoder_width):
-    module = tracker(history, encoder_width=encoder_width)
+def test_sequence_steps_and_oracle_agree(history, update, encoder_width):
+    module = tracker(history, encoder_width=encoder_width, tracker_update=update)
     goal, hidden = numbers(4, G), numbers(4, 6, encoder_width, seed=1)
     expected = oracle(module, goal, hidden, FIRES)
     together, last = module.sequence(LatentState(goal=goal), hidden, FIRES)
@@ -128,6 +130,22 @@ def test_sequence_steps_and_oracle_agree(history, encoder_width):
     assert torch.equal(together[0], goal[:1].expand(6, -1))  # no trigger, no change, to the bit
     assert (together[3, 1:] - together[3, :-1]).abs().amax(1).min() > 1e-2
     assert torch.equal(goal, numbers(4, G))  # a state is a value
+
+
+def test_a_replacing_update_goes_on_from_a_state_and_forgets_the_one_before():
+    goal, hidden = numbers(4, G), numbers(4, 6, E, seed=1)
+    module, adding = tracker(1, tracker_update="replace"), tracker(1)
+    whole, _ = module.sequence(LatentState(goal=goal), hidden, FIRES)
+    first, state = module.sequence(LatentState(goal=goal), hidden[:, :3], FIRES[:, :3])
+    second, _ = module.sequence(state, hidden[:, 3:], FIRES[:, 3:])
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+    alone, _ = module.sequence(LatentState(goal=goal[3:]), hidden[3:, 5:], FIRES[3:, 5:])
+    torch.testing.assert_close(whole[3:, 5], alone[:, 0])
+    summed, _ = adding.sequence(LatentState(goal=goal), hidden, FIRES)
+    torch.testing.assert_close(whole[:2], summed[:2])  # up to one trigger the two agree
+    assert (whole[3, 5] - summed[3, 5]).abs().max() > 1e-2
+    with pytest.raises(ValueError, match="'replace' needs tracker_history 1, got 2"):
+        configure(tracker_update="replace", tracker_history=2)
 
 
 def test_a_longer_history_matters():

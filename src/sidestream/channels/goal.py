@@ -35,6 +35,10 @@ class GoalConfig:
     """Attention heads of the tracker; `width` must divide by it."""
     tracker_history: int = 1
     """S, how many trigger states the tracker attends to. 1 is the paper's single key."""
+    tracker_update: Literal["add", "replace"] = "add"
+    """`add` moves the vector on by each trigger's update, the paper's: P_t is P0 plus a sum over all triggers. With
+    `replace` (ours) each trigger's update takes the place of the one before, so P_t is P0 plus the latest: s_i sums up
+    the whole text already, and a sum over states has to cancel what is out of date. Needs `tracker_history` 1."""
     tracker_hidden: int | None = None
     """Hidden width of the tracker's MLP; None means 4 x `width`."""
     encoder_width: int | None = None
@@ -54,6 +58,10 @@ class GoalConfig:
             raise ValueError(
                 f"GoalConfig.width {self.width} does not divide by tracker_heads {self.tracker_heads}; change one"
             )
+        if self.tracker_update not in ("add", "replace"):
+            raise ValueError(f"GoalConfig.tracker_update is {self.tracker_update!r}; use 'add' or 'replace'")
+        if self.tracker_update == "replace" and self.tracker_history != 1:
+            raise ValueError(f"GoalConfig.tracker_update 'replace' needs tracker_history 1, got {self.tracker_history}")
         if self.mode == "static" and self.trigger_ids:
             raise ValueError("GoalConfig.trigger_ids are set but mode is 'static', which never updates; use 'dynamic'")
         if self.mode == "dynamic" and not self.trigger_ids:
@@ -144,6 +152,8 @@ class GoalTracker(nn.Module):
     sequence is one cumulative sum over its triggers. With S > 1 each update needs the vector before it; the updates of
     a sequence are then taken one trigger (not one token) after the other, all rows at once. For the same reason the
     query and key projections get no gradient with S = 1; the paper keeps them, and so do we.
+
+    With `tracker_update="replace"` (ours) the update before is taken back: P_i = P_0 + alpha (a_i + MLP(a_i)).
     """
 
     def __init__(self, config: GoalConfig) -> None:
@@ -151,6 +161,7 @@ class GoalTracker(nn.Module):
         assert config.encoder_width is not None
         width = config.width
         self.history = config.tracker_history
+        self.replaces = config.tracker_update == "replace"
         self.attention = nn.MultiheadAttention(
             width, config.tracker_heads, kdim=config.encoder_width, vdim=config.encoder_width, batch_first=True
         )
@@ -163,11 +174,12 @@ class GoalTracker(nn.Module):
     def step(self, state: LatentState, trigger_state: Float[Tensor, "B E"], fires: Bool[Tensor, " B"]) -> LatentState:
         """One token: rows where `fires` take an update, the others keep their vector and history."""
         history, count = self._history(state, trigger_state)
+        before = self._in_force(history, count) if self.replaces else 0.0
         shifted = torch.cat([history[:, 1:], trigger_state.unsqueeze(1)], dim=1)  # (B, S, E)
         history = torch.where(fires[:, None, None], shifted, history)
         count = count + fires.to(count.dtype)
         held = _goal_of(state)
-        update = self._update(held, history, count)
+        update = self._update(held, history, count) - before
         goal = torch.where(fires[:, None], held + self.alpha * update, held)
         return replace(state, goal=goal, history=history, history_count=count)
 
@@ -184,13 +196,20 @@ class GoalTracker(nn.Module):
                 # Few tokens are triggers; to find them costs a GPU one synchronisation, so decoding does without.
                 some = self._value_update(hidden[fires])  # (triggers, G)
                 update = some.new_zeros(*fires.shape, some.shape[-1]).index_put((fires,), some)
-            steps = update.cumsum(dim=1)  # (B, T, G)
-            vectors = _goal_of(state).unsqueeze(1) + self.alpha * steps
-            history, count = self._history(state, hidden[:, 0])
             total = fires.sum(dim=1)
-            last = torch.where(fires, torch.arange(length, device=fires.device), -1).amax(dim=1)
-            newest = hidden[torch.arange(batch, device=hidden.device), last.clamp(min=0)].unsqueeze(1)
-            history = torch.where((total > 0)[:, None, None], newest, history)
+            newest = torch.where(fires, torch.arange(length, device=fires.device), -1)  # (B, T)
+            history, count = self._history(state, hidden[:, 0])
+            if self.replaces:
+                before = self._in_force(history, count).unsqueeze(1)  # (B, 1, G)
+                at = newest.cummax(dim=1).values.unsqueeze(-1)  # (B, T, 1): the latest trigger so far
+                latest = update.gather(1, at.clamp(min=0).expand_as(update))
+                steps = torch.where(at >= 0, latest - before, torch.zeros_like(latest))
+            else:
+                steps = update.cumsum(dim=1)  # (B, T, G)
+            vectors = _goal_of(state).unsqueeze(1) + self.alpha * steps
+            last = newest.amax(dim=1)
+            kept = hidden[torch.arange(batch, device=hidden.device), last.clamp(min=0)].unsqueeze(1)
+            history = torch.where((total > 0)[:, None, None], kept, history)
             count = count + total.to(count.dtype)
             return vectors, replace(state, goal=vectors[:, -1], history=history, history_count=count)
         # Compact each row's triggers to the left so that the loop runs over triggers, not over tokens.
@@ -223,6 +242,10 @@ class GoalTracker(nn.Module):
         attended, _ = self.attention(goal.unsqueeze(1), history, history, key_padding_mask=empty, need_weights=False)
         attended = attended.squeeze(1)
         return attended + self.mlp(attended)
+
+    def _in_force(self, history: Float[Tensor, "B 1 E"], count: Tensor) -> Float[Tensor, "B G"]:
+        """The update that the vector holds under `replace`; 0 before the first trigger."""
+        return self._value_update(history[:, -1]) * (count > 0).unsqueeze(-1)
 
     def _value_update(self, hidden: Float[Tensor, "... E"]) -> Float[Tensor, "... G"]:
         """The update with each position as its own single key: softmax of one is 1, so values and output projection."""

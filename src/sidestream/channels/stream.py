@@ -77,8 +77,8 @@ class ConceptStream(nn.Module):
         h'_t &= (1 - f_t) \odot h_t + r_t \odot c_{t-1} \\
         c_t &= \mathrm{LayerNorm}(c_{t-1} + w_t \odot h'_t)
 
-    Source: AGCLR, method section. c_0 = 0; h'_t is the input embedding of the next latent slot. Three D x D linears with
-    bias and two LayerNorms, 3 D^2 + 7 D weights: 1,774,848 at GPT-2's D = 768. Gate weights start at zero.
+    Source: AGCLR, method section. c_0 = 0; h'_t is the input embedding of the next latent slot. Three D x D linears
+    with bias and two LayerNorms, 3 D^2 + 7 D weights: 1,774,848 at GPT-2's D = 768. Gate weights start at zero.
 
     `config.write_until` may be changed on a trained stream: `stream.config = replace(stream.config, write_until=2)`.
 
@@ -107,7 +107,7 @@ class ConceptStream(nn.Module):
             return
         biases = config.biases or _BIASES["gsm8k" if config.init == "identity" else config.init]
         for name, linear, bias in zip(GATES, self._linears(), biases, strict=True):
-            # CHOICE(AGCLR, controls): random gates keep the biases of `init`, so their means start where the paper's do.
+            # CHOICE(AGCLR, controls): random gates keep the biases of `init`, so their means are the paper's at the start.
             nn.init.normal_(linear.weight, std=width**-0.5 if config.memory == "random" else 0.0)
             nn.init.constant_(linear.bias, bias)
             if name in config.knocked_out:

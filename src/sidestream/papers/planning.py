@@ -21,8 +21,10 @@ class PlanArm:
     """Recipe of its training trajectories, the same for every arm of a kind."""
     stage2: bool = True
     """E_pred is aligned before it trains on."""
+    update: Literal["add", "replace"] = "add"
+    """Of the tracker: the paper's, or ours."""
     states: bool = False
-    """Linear heads must read the symbolic state from the vector at every trigger."""
+    """Linear heads must read the symbolic state from the vector at every trigger (`Table3.state_weight`)."""
 
 
 ARMS = {
@@ -33,7 +35,8 @@ ARMS = {
     "baseline_pool": PlanArm(channel="closed", data="ours"),
     "static_pool": PlanArm(channel="static", data="ours"),
     "dynamic_pool": PlanArm(channel="dynamic", data="ours"),
-    "dynamic_state": PlanArm(channel="dynamic", data="ours", states=True),
+    "dynamic_replace": PlanArm(channel="dynamic", data="ours", update="replace"),
+    "dynamic_state": PlanArm(channel="dynamic", data="ours", update="replace", states=True),
 }
 DERIVED = {"random_film": "static", "random_film_dynamic": "dynamic", "alpha_zero": "static"}
 """Arms that evaluate another arm's weights: with Gaussian noise for the vector, or through a tracker whose alpha is 0.
@@ -61,6 +64,9 @@ class PlanData:
     """Put the loss on sub-optimal actions too, as the paper's next-token loss does."""
     standardise: bool = False
     """Standardise E_pred's input over the training prompts, whose pooled states differ by little."""
+    states: bool = False
+    """In stage 1 linear heads must read the symbolic state from the last layer at every trigger, for E_base and for the
+    baseline alike (`Table3.state_weight`)."""
     longer: float = 1.0
     """Factor on the steps of stages 1 and 3."""
 
@@ -73,6 +79,7 @@ OURS = PlanData(
     own_prefixes=10_000,
     mistakes_scored=False,
     standardise=True,
+    states=True,
 )
 
 
@@ -99,7 +106,7 @@ class Table3:
     faithful: PlanData = PlanData()
     """Trajectories of the paper's arms."""
     ours: PlanData = OURS
-    """Trajectories of the arms whose names end in `_pool` or `_state`."""
+    """Trajectories of the arms that `ARMS` gives `data="ours"`."""
     train_problems: int = 100_000
     """Trajectories to train on (the paper: 100,000)."""
     test_problems: int = 500
@@ -127,7 +134,7 @@ class Table3:
     prompt_scored: bool = True
     """Stage 1 is a language model of the whole text; off, of the plan given the prompt, which is random."""
     state_weight: float = 0.1
-    """Weight of the symbolic-state loss where an arm has one."""
+    """Weight of the symbolic-state loss where an arm or a recipe has one."""
     stage1: LoopConfig
     """The language model of plans that becomes E_base and the decoder's start; the baseline takes the same steps."""
     stage2: LoopConfig

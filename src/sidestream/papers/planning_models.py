@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ class PlanModels:
     def base(self, data: str) -> Any:
         """E_base of a recipe: a language model of whole problems, frozen."""
         model = self._closed(self._fresh(self.experiment.encoder))
-        module = PlanLM(model, steered=False)
+        module = PlanLM(model, steered=False, state_weight=self._weight(data))
         self._train(f"base_{data}", "stage1", module, self._rows(data, stage=1), data)
         return model.detach().eval().requires_grad_(False)
 
@@ -124,9 +124,9 @@ class PlanModels:
         """The unconditioned decoder, its channel closed throughout."""
         data = ARMS[arm].data
         model = self._closed(self._fresh(self.experiment.baseline))
-        module = PlanLM(model, steered=False)
-        self._train(arm, "stage1", module, self._rows(data, stage=1), data)
-        self._train(arm, "stage3", module, self._rows(data, stage=3), data)
+        first = PlanLM(model, steered=False, state_weight=self._weight(data))
+        self._train(arm, "stage1", first, self._rows(data, stage=1), data)
+        self._train(arm, "stage3", PlanLM(model, steered=False), self._rows(data, stage=3), data)
         return model.eval(), [model.lm]
 
     def steered(self, arm: str) -> tuple[AttachedLM, list[Any]]:
@@ -134,7 +134,7 @@ class PlanModels:
         e, spec = self.experiment, ARMS[arm]
         base = self.base(spec.data)
         decoder = self.copy(base)
-        model = self.attach(decoder, base, dynamic=spec.channel == "dynamic")
+        model = self.attach(decoder, base, dynamic=spec.channel == "dynamic", update=spec.update)
         # Stage 3's weights hold E_pred as well; stage 2 is needed only on the way to them.
         if spec.stage2 and not (self.directory / arm / "stage3" / FINAL).exists():
             self._align(arm, model)
@@ -150,7 +150,9 @@ class PlanModels:
         decoder.load_state_dict(lm.state_dict())
         return decoder
 
-    def attach(self, decoder: Any, base: Any, *, dynamic: bool) -> AttachedLM:
+    def attach(
+        self, decoder: Any, base: Any, *, dynamic: bool, update: Literal["add", "replace"] = "add"
+    ) -> AttachedLM:
         """A fresh channel on `decoder`; encoder and FiLM start the same, static or dynamic."""
         torch.manual_seed(self.experiment.seed)
         triggers = tuple(self.vocabulary.encode(TRIGGER)) if dynamic else ()
@@ -159,6 +161,7 @@ class PlanModels:
             width=self.experiment.goal_width,
             encoder_hidden=self.experiment.predictor_hidden,
             trigger_ids=triggers,
+            tracker_update=update,
         )
         return attach(decoder, goal=config, encoder=base)
 
@@ -186,11 +189,16 @@ class PlanModels:
             tags={"arm": arm, "stage": "2"},
         )
 
+    def _weight(self, data: str) -> float:
+        return self.experiment.state_weight if self.experiment.recipe(data).states else 0.0
+
     def _rows(self, data: str, *, stage: int) -> PlanRowConfig:
-        scored = self.experiment.recipe(data).mistakes_scored
+        e, recipe = self.experiment, self.experiment.recipe(data)
         if stage == 1:
-            return PlanRowConfig(prompt_scored=self.experiment.prompt_scored, mistakes_scored=scored)
-        return PlanRowConfig(windows=self.experiment.windows, mistakes_scored=scored)
+            return PlanRowConfig(
+                prompt_scored=e.prompt_scored, mistakes_scored=recipe.mistakes_scored, states=recipe.states
+            )
+        return PlanRowConfig(windows=e.windows, mistakes_scored=recipe.mistakes_scored)
 
     def _closed(self, lm: Any) -> AttachedLM:
         return attach(lm, goal=GoalConfig(width=8))

@@ -34,6 +34,7 @@ ARMS = {
         "baseline_pool": "AR baseline, our data",
         "static_pool": "LS-AR Static, our data",
         "dynamic_pool": "LS-AR Dynamic, our data",
+        "dynamic_replace": "+ latest update only",
         "dynamic_state": "LS-AR Dynamic (ours): + state read from the vector",
     },
 }

@@ -16,13 +16,15 @@ from sidestream.channels import LatentState, mean_pool
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.decode import pad_right
 from sidestream.tasks.base import Encode
-from sidestream.tasks.blocksworld import HELD, TABLE, trace
+from sidestream.tasks.blocksworld import HELD, OPERATORS, TABLE, trace
 from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, PlanExample
 from sidestream.training.batches import plan
 from sidestream.training.objectives import UNSCORED
 
 PLACES = len(NAMES) + 2
-"""What a block can stand on: another name, the table, the hand."""
+"""What a block can stand on: another name, the table, the hand. Enough classes for operators and `end`, too."""
+FACTS = 2 * len(NAMES) + 3
+"""Questions about a state: each name's support now and in the goal, and the next action's operator and blocks."""
 
 
 class PlanText(NamedTuple):
@@ -121,9 +123,12 @@ def _action_ends(example: PlanExample) -> list[int]:
 
 
 def symbolic_states(example: PlanExample) -> list[list[int]]:
-    """For each state of the trajectory and each name of the vocabulary: what its block stands on (a name's number, or
-    one more for the table, two for the hand), and then what it stands on in the goal; `UNSCORED` where no such block
-    or goal is."""
+    """For each state of the trajectory `FACTS` class numbers, `UNSCORED` where there is no answer.
+
+    For each name of the vocabulary what its block stands on (a name's number, or one more for the table, two for the
+    hand), the same in the goal, and of the next action operator (one more for `end`) and blocks. A mistake has no
+    answer.
+    """
     problem = example.problem
     slots = [NAMES.index(name) for name in problem.names]
     special = {TABLE: len(NAMES), HELD: len(NAMES) + 1}
@@ -132,11 +137,17 @@ def symbolic_states(example: PlanExample) -> list[list[int]]:
         if predicate in ("on", "ontable"):
             goal[slots[blocks[0]]] = slots[blocks[1]] if predicate == "on" else special[TABLE]
     rows = []
-    for state in trace(problem.init, example.actions):
+    for step, state in enumerate(trace(problem.init, example.actions)):
         now = [UNSCORED] * len(NAMES)
         for block, below in enumerate(state):
             now[slots[block]] = slots[below] if below >= 0 else special[below]
-        rows.append(now + goal)
+        following = [len(OPERATORS), UNSCORED, UNSCORED]
+        if step in example.suboptimal:
+            following = [UNSCORED] * 3
+        elif step < len(example.actions):
+            name, blocks = example.actions[step]
+            following = [list(OPERATORS).index(name), *(slots[x] for x in blocks), UNSCORED][:3]
+        rows.append(now + goal + following)
     return rows
 
 
@@ -168,18 +179,21 @@ class PlanLM(nn.Module):
     Args:
         model: an attached model, static or dynamic.
         steered: False trains the bare decoder, the channel closed (the AR baseline).
-        state_weight: of an extra loss, ours: linear heads must read from the vector, at the end of the prompt and at
-            every trigger, what each block stands on now and in the goal.
+        state_weight: of an extra loss, ours: at the end of the prompt and at every trigger, linear heads must read what
+            each block stands on now and in the goal, and the next action. They read the vector; or the last hidden
+            state of a bare decoder, whose rows must then be whole texts.
     """
 
     def __init__(self, model: AttachedLM, *, steered: bool = True, state_weight: float = 0.0) -> None:
         super().__init__()
-        if state_weight and not (steered and model.channel.tracker is not None):
-            raise ValueError("state_weight needs a dynamic channel: no other vector knows the state at a trigger")
+        if state_weight and steered and model.channel.tracker is None:
+            raise ValueError("state_weight needs a dynamic channel: a static vector cannot know the state at a trigger")
         self.model = model
         self.steered = steered
         self.state_weight = state_weight
-        self.reader = nn.Linear(model.channel.config.width, 2 * len(NAMES) * PLACES) if state_weight else None
+        width = model.channel.config.width if steered else model.channel.config.model_width
+        assert width is not None
+        self.reader = nn.Linear(width, FACTS * PLACES) if state_weight else None
 
     def forward(
         self,
@@ -202,30 +216,31 @@ class PlanLM(nn.Module):
             first: (B,) where each crop begins in its full text.
             goal_length: (B,) tokens of each prompt.
             state_rows, state_places: (M,) row and place in the full text of each symbolic state.
-            states: (M, 2 x names) `symbolic_states`.
+            states: (M, FACTS) `symbolic_states`.
         """
-        terms = None
-        extra = {}
+        terms = vectors = None
         if self.steered:
             vectors = plan_vectors(self.model, full_ids, full_mask, goal_length)
-            if self.reader is not None:
-                assert state_rows is not None and state_places is not None and states is not None
-                read = self.reader(vectors[state_rows, state_places]).unflatten(-1, (2 * len(NAMES), PLACES))
-                known = states != UNSCORED
-                extra["state_loss"] = F.cross_entropy(read[known].float(), states[known])
+            terms = vectors
             if vectors.shape[1] > 1:
                 places = (first[:, None] + torch.arange(input_ids.shape[1], device=first.device)).clamp(
                     max=vectors.shape[1] - 1
                 )
-                vectors = vectors.gather(1, places.unsqueeze(-1).expand(-1, -1, vectors.shape[-1]))
-            terms = self.model.channel.film.terms(vectors)
+                terms = vectors.gather(1, places.unsqueeze(-1).expand(-1, -1, vectors.shape[-1]))
+            terms = self.model.channel.film.terms(terms)
         hidden = self.model.hidden(input_ids, terms=terms, attention_mask=attention_mask)
         head: Any = self.model.lm.get_output_embeddings()
         scored = labels != UNSCORED
         loss = F.cross_entropy(head(hidden[scored]).float(), labels[scored])
-        if extra:
-            loss = loss + self.state_weight * extra["state_loss"]
-        return {"loss": loss, **extra}
+        if self.reader is None:
+            return {"loss": loss}
+        assert state_rows is not None and state_places is not None and states is not None
+        assert self.steered or not first.any(), "a crop's own states do not stand where the text's do"
+        source = hidden if vectors is None else vectors
+        read = self.reader(source[state_rows, state_places]).unflatten(-1, (FACTS, PLACES))
+        known = states != UNSCORED
+        state_loss = F.cross_entropy(read[known].float(), states[known])
+        return {"loss": loss + self.state_weight * state_loss, "state_loss": state_loss}
 
 
 def plan_vectors(model: AttachedLM, full_ids: Tensor, full_mask: Tensor, goal_length: Tensor) -> Tensor:
