@@ -181,15 +181,15 @@ def table3(scale: Scale) -> Table3:
         loop = LoopConfig(steps=1500, batch_size=32, learning_rate=2e-3, optimizer="muon")
         return Table3(
             scale="cpu",
-            encoder=Backbone(layers=3, width=128, heads=4, family="llama"),
-            baseline=Backbone(layers=6, width=128, heads=4, family="llama"),
+            encoder=Backbone(layers=2, width=128, heads=4, family="llama"),
+            baseline=Backbone(layers=4, width=128, heads=4, family="llama"),
             goal_width=128,
             predictor_hidden=256,
             encoder_window=256,
             prompt_scored=False,
             stage1=loop,
             stage2=LoopConfig(steps=1000, batch_size=256, learning_rate=2e-3),
-            stage3=replace(loop, steps=2000),
+            stage3=loop,
         )
     if scale == "smoke":
         loop = LoopConfig(steps=4, batch_size=8, learning_rate=1e-3, log_every=1)
