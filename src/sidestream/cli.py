@@ -370,12 +370,18 @@ def _solve(words: list[str]) -> int:
         help="rollouts a problem: one greedy, the rest drawn; the shortest plan is kept",
     )
     parser.add_argument("--out", type=str | None, default=None, help="folder for the .soln files")
+    parser.add_argument(
+        "--domain", type=str | None, default=None, help="domain file: its spelling of the operators is used (pick-up)"
+    )
     given = parser.parse_args(words)
-    from sidestream.tasks.pddl import read_problem, write_plan
+    if given.tries < 1:
+        raise ValueError(f"tries is {given.tries}; it must be at least 1")
+    from sidestream.tasks.pddl import SPELLING, read_domain, read_problem, write_plan
 
     paths = [Path(name) for name in given.problems]
     try:
-        problems = [read_problem(path) for path in paths]
+        domain = read_domain(given.domain) if given.domain else None
+        problems = [read_problem(path, domain) for path in paths]
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}")
     _quiet()
@@ -392,7 +398,7 @@ def _solve(words: list[str]) -> int:
         target = folder / path.with_suffix(".soln").name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_plan(target, problem, actions)
+            write_plan(target, problem, actions, domain.spelling if domain else SPELLING)
         except OSError as error:
             return _complain(f"{target}: {error.strerror}; choose a folder with --out")
         print(f"{path}: {score.steps} steps, {score.over} over the shortest -> {target}")

@@ -1,0 +1,102 @@
+"""`sidestream solve`: PDDL files in, plans out, judged by somebody else's validator."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sidestream import cli
+from sidestream.papers.planning import table3
+from sidestream.papers.planning_run import run_table3
+
+DATA = Path(__file__).parent / "data" / "blocksworld"
+ROWS = [json.loads(line) for line in (DATA / "optimal.jsonl").read_text(encoding="utf-8").splitlines()]
+SMALL = [row for row in ROWS if row["blocks"] == 3][:4]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An all but untrained planner: among legal actions even that finds its way with three blocks."""
+    directory = tmp_path_factory.mktemp("solve") / "run"
+    experiment = replace(
+        table3("smoke"), arms=("dynamic_state",), perturbations=(0,), more_blocks=(), windows=(0,), test_problems=2
+    )
+    run_table3(experiment, directory, command="sidestream run lsar.table3", jobs=1)
+    return directory
+
+
+def files(rows: list[dict]) -> list[str]:
+    return [str(DATA / "problems" / f"{row['id']}.pddl") for row in rows]
+
+
+def test_every_plan_written_is_valid(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("unified_planning", reason="the `plan` extra is not installed")
+    from unified_planning.engines import SequentialPlanValidator
+    from unified_planning.io import PDDLReader
+
+    status = cli.main(["solve", *files(SMALL), "--run", str(run), "--tries", "40", "--out", str(tmp_path)])
+    said = capsys.readouterr().out.splitlines()
+    plans = sorted(tmp_path.glob("*.soln"))
+    assert plans and said[-1] == f"{len(plans)} of {len(SMALL)} solved" and (status == 0) == (len(plans) == len(SMALL))
+    sources = {row["id"]: row["source"] for row in SMALL}
+    for plan in plans:
+        domain = DATA / f"domain-{'ipc2000' if sources[plan.stem] == 'ipc2000' else 'planbench'}.pddl"
+        reader = PDDLReader()
+        problem = reader.parse_problem(str(domain), str(DATA / "problems" / f"{plan.stem}.pddl"))
+        judge = SequentialPlanValidator()
+        assert judge.validate(problem, reader.parse_plan(problem, str(plan))).status.name == "VALID"
+        line = next(line for line in said if f"{plan.stem}.pddl" in line)
+        optimal = next(row["optimal_length"] for row in SMALL if row["id"] == plan.stem)
+        steps, over = (int(word) for word in line.replace(",", " ").split() if word.isdigit())
+        assert steps - over == optimal == len(plan.read_text().splitlines()) - 1 - over
+        broken = plan.read_text().splitlines()[:-2]
+        (tmp_path / "broken.plan").write_text("\n".join(broken) + "\n")
+        assert (
+            judge.validate(problem, reader.parse_plan(problem, str(tmp_path / "broken.plan"))).status.name == "INVALID"
+        )
+
+
+def test_no_plan_is_said_and_not_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = files([max((row for row in ROWS if row["blocks"] == 5), key=lambda row: row["optimal_length"])])
+    assert cli.main(["solve", *large, "--run", str(run), "--tries", "2", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "no plan" in out and "0 of 1 solved" in out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("(define (problem p)", "never closed"),
+        (
+            "(define (problem p) (:domain d) (:objects a b) (:init (on a b) (big a)) (:goal (on b a)))",
+            "unknown predicate",
+        ),
+        (
+            "(define (problem p) (:domain d) (:objects a b) "
+            "(:init (ontable a) (ontable b) (clear a) (clear b) (handempty)) (:goal (and (on a b) (on b a))))",
+            "impossible :goal",
+        ),
+    ],
+)
+def test_a_bad_problem_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, expected: str
+) -> None:
+    path = tmp_path / "bad.pddl"
+    path.write_text(text)
+    assert cli.main(["solve", str(path), "--run", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "bad.pddl" in error and expected in error and error.count("\n") == 1
+
+
+def test_a_users_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = files(SMALL)[0]
+    for words, expected in (
+        ([problem, "--run", str(tmp_path)], "holds no run of lsar.table3"),
+        ([problem, "--run", str(run), "--arm", "static"], "holds no finished arm 'static'; it has dynamic_state"),
+        ([problem, "--run", str(run), "--tries", "0"], "tries is 0"),
+        ([str(tmp_path / "none.pddl"), "--run", str(run)], "No such file"),
+    ):
+        assert cli.main(["solve", *words]) == 2
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1
