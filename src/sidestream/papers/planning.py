@@ -21,6 +21,8 @@ class PlanArm:
     """Recipe of its training trajectories, the same for every arm of a kind."""
     stage2: bool = True
     """E_pred is aligned before it trains on."""
+    stage3: bool = True
+    """Off, it stays at stage 1, which sees whole texts only (an AR baseline without windowed rows to suffer from)."""
     update: Literal["add", "replace"] = "add"
     """Of the tracker: the paper's, or ours."""
     states: bool = False
@@ -29,6 +31,7 @@ class PlanArm:
 
 ARMS = {
     "baseline": PlanArm(channel="closed"),
+    "baseline_stage1": PlanArm(channel="closed", stage3=False),
     "static": PlanArm(channel="static"),
     "dynamic": PlanArm(channel="dynamic"),
     "dynamic_no_stage2": PlanArm(channel="dynamic", stage2=False),

@@ -102,7 +102,7 @@ class PlanModels:
     def folders(self, arm: str) -> list[tuple[Path, int]]:
         """Stage folders of an arm and their steps, for the progress display."""
         e, spec = self.experiment, ARMS[arm]
-        stages = {"stage3": e.loop("stage3", spec.data)}
+        stages = {"stage3": e.loop("stage3", spec.data)} if spec.stage3 else {}
         if spec.channel == "closed":
             stages = {"stage1": e.loop("stage1", spec.data), **stages}
         elif spec.stage2:
@@ -126,7 +126,8 @@ class PlanModels:
         model = self._closed(self._fresh(self.experiment.baseline))
         first = PlanLM(model, steered=False, state_weight=self._weight(data))
         self._train(arm, "stage1", first, self._rows(data, stage=1), data)
-        self._train(arm, "stage3", PlanLM(model, steered=False), self._rows(data, stage=3), data)
+        if ARMS[arm].stage3:
+            self._train(arm, "stage3", PlanLM(model, steered=False), self._rows(data, stage=3), data)
         return model.eval(), [model.lm]
 
     def steered(self, arm: str) -> tuple[AttachedLM, list[Any]]:

@@ -15,6 +15,25 @@ from typing import Any
 
 from sidestream.evaluation.stats import mean_sem, wilson
 
+_AGCLR = {
+    "no_cot": "No CoT",
+    "cot": "CoT",
+    "icot": "iCoT",
+    "pause": "Pause tokens",
+    "pause_multi": "Pause tokens, curriculum",
+    "coconut": "CoCoNuT",
+    "agclr": "AGCLR",
+    "coconut_sim": "CoCoNuT + SIM-CoT's step decoder",
+    "agclr_sim": "AGCLR + SIM-CoT's step decoder",
+    "agclr_no_read": "AGCLR, no read gate",
+    "agclr_no_write": "AGCLR, no write gate",
+    "agclr_no_forget": "AGCLR, no forget gate",
+    "agclr_write2": "AGCLR, write gate frozen after pass 2 (at test)",
+    "agclr_random_gates": "AGCLR, random gates",
+    "agclr_first": "AGCLR, stream repeats pass 1",
+    "agclr_identity": "AGCLR, identity at the start",
+    "coconut_mlp": "CoCoNuT + MLP of the stream's size",
+}
 ARMS = {
     "lsar.table1": {
         "baseline": "AR baseline",
@@ -27,6 +46,7 @@ ARMS = {
         "baseline": "AR baseline",
         "static": "LS-AR Static",
         "dynamic": "LS-AR Dynamic",
+        "baseline_stage1": "AR baseline, whole texts only",
         "dynamic_no_stage2": "LS-AR Dynamic, no stage 2",
         "alpha_zero": "LS-AR Dynamic, alpha frozen at 0",
         "random_film": "Random FiLM (Static)",
@@ -37,6 +57,7 @@ ARMS = {
         "dynamic_replace": "+ latest update only",
         "dynamic_state": "LS-AR Dynamic (ours): + state read from the vector",
     },
+    **dict.fromkeys(("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"), _AGCLR),
 }
 """Table -> arm -> what tables and pictures call it. One name may stand for different arms in different tables."""
 METRICS = {
@@ -44,6 +65,11 @@ METRICS = {
     "code_exact": "Passcode, whole code",
     "code_token": "Passcode, by sub-word token",
     "success": "Goal reached",
+    "accuracy": "Answer right",
+    "em": "Answer, exact match",
+    "f1": "Answer, F1",
+    "last": "Last value of the answer",
+    "early": "Early value of the answer",
 }
 """Metrics that are fractions: checked to lie in 0..1 and printed in percent. Any other metric is a ratio."""
 CHANCE = {"item_exact": 1 / 12}
