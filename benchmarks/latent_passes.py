@@ -33,7 +33,7 @@ from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, nex
 
 
 def described_forward(lm: Any, stream: Any, batch: dict[str, Tensor], latent_id: int) -> tuple[Tensor, Tensor]:
-    """(B, T, V) logits and (B, T, D) inputs; latents aligned by the collator, keys and values kept from pass to pass."""
+    """(B, T, V) logits and (B, T, D) inputs; slots in shared columns, keys and values kept from pass to pass."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     slots = [[t for t, token in enumerate(row) if token == latent_id] for row in ids.tolist()]
@@ -84,26 +84,26 @@ def described_generate(lm: Any, stream: Any, prompts: list[list[int]], latent_id
 
 
 def timed(functions: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of each, taken turn about after one round to warm up."""
+    """Median seconds of each, taken turn about. They have run before, to be compared."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         for name, function in functions.items():
             start = time.perf_counter()
             function()
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32, help="rows of a training step and of an evaluation batch")
-    parser.add_argument("--question", type=int, default=64, help="tokens of the longest question")
+    parser.add_argument("--question", type=int, default=48, help="tokens of the longest question")
     parser.add_argument("--latents", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)

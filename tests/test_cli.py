@@ -367,7 +367,7 @@ def test_finished_run_is_read_again_and_nothing_is_trained(whole, capfd, monkeyp
     monkeypatch.setattr(report, "write_report", lambda directory: directory / "report.html")
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     assert cli.main([*SMOKE, "--out", str(whole), "--resume"]) == 0
-    assert "static_faithful" in capfd.readouterr().out
+    assert "LS-AR Static (faithful)" in capfd.readouterr().out
     assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
 
 

@@ -20,6 +20,10 @@ from jsonargparse import ArgumentParser
 TABLES = {
     "lsar.table1": "Treasure Hunt: item and passcode recalled after the prompt left the window (LS-AR Table 1, Fig. 4)",
     "lsar.table3": "Blocksworld: goals reached after K perturbations, N blocks, W tokens in view (LS-AR Table 3)",
+    "agclr.table1": "Latent reasoning: accuracy of every method, CoT to CoCoNuT and AGCLR (AGCLR's main table)",
+    "agclr.ablations": "The concept stream without a gate, with random ones, or something else in its place (AGCLR)",
+    "agclr.retention": "What later latent passes have in common with the first, and how far the gates open (AGCLR)",
+    "agclr.controls": "Latents replaced or taken out at test; a task whose facts travel through latents only (ours)",
 }
 COSTS = {
     "lsar.table1": {
@@ -29,9 +33,18 @@ COSTS = {
     },
     "lsar.table3": {
         "smoke": "under a minute on 2 CPU cores",
-        "cpu": "about an hour on 2 CPU cores",
+        "cpu": "about two hours on 2 CPU cores",
         "paper": "hours on one GPU; weeks without",
     },
+    # An arm is the same training in each of these tables: with one --models for all, it is trained once.
+    **dict.fromkeys(
+        ("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"),
+        {
+            "smoke": "a minute or two on 2 CPU cores",
+            "cpu": "half an hour to an hour an arm and task on one CPU core",
+            "paper": "days on one GPU",
+        },
+    ),
 }
 SCALES = ("smoke", "cpu", "paper")
 
@@ -127,6 +140,11 @@ def _table(name: str) -> tuple[Any, Any, Any]:
         from sidestream.papers import lsar
 
         return lsar.table1, lsar.Table1, lsar.run_table1
+    if name.startswith("agclr."):
+        from sidestream.papers import agclr
+        from sidestream.papers.agclr_run import run_latent
+
+        return getattr(agclr, name.removeprefix("agclr.")), agclr.LatentExperiment, run_latent
     from sidestream.papers.planning import Table3, table3
     from sidestream.papers.planning_run import run_table3
 
@@ -238,9 +256,12 @@ def _add_fields(parser: _Parser, values: Any, prefix: str, title: str) -> None:
     plain = to_json(values)
     group = parser.add_argument_group(title)
     for name in (field.name for field in fields(values)):
-        if is_dataclass(hints[name]):
+        if is_dataclass(getattr(values, name)):
             about = f"{prefix}{name}: {docs[name].rstrip('.')}"
             _add_fields(parser, getattr(values, name), f"{prefix}{name}.", about)
+            continue
+        if any(map(is_dataclass, typing.get_args(hints[name]))):  # settings this scale has not, null in a file
+            group.add_argument(f"--{prefix}{name}", type=str | None, default=None, help=SUPPRESS)
             continue
         if prefix + name == "table":  # said already, but a run's experiment.json has it
             group.add_argument("--table", type=str, default=plain[name], help=SUPPRESS)
@@ -276,6 +297,10 @@ def _warn_of_cost(experiment: Any) -> None:
 
 def _cpu_hours(experiment: Any) -> float:
     """A rough guess: 6 FLOP a parameter and token, at the 100 GFLOP/s of a good pair of cores."""
+    if experiment.table.startswith("agclr."):
+        from sidestream.papers.agclr import training_flops
+
+        return training_flops(experiment) / 1e11 / 3600
 
     def flops(model: Any, loop: Any, *, head: bool) -> float:
         # 12 D^2 weights a block; GPT-2's vocabulary where every position is scored.
@@ -305,17 +330,18 @@ def _print_table(results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sidestream.papers.results import METRICS, arm_name, conditions, merge_seeds, pivot
+    from sidestream.papers.results import METRICS, arm_name, conditions, merge_seeds, number_text, pivot
 
     cells = pivot(merge_seeds([results]))
-    fixed = conditions(cells.fixed)
-    title = f"{results['table']} {results['scale']}: percent{f', {fixed}' if fixed else ''}, by {cells.column}"
+    unit = "percent" if all(metric in METRICS for metric, _, _ in cells.rows) else ""
+    facts = ", ".join(filter(None, (unit, conditions(cells.fixed), f"by {cells.column}")))
+    title = f"{results['table']} {results['scale']}: {facts}"
     table = Table(title=title, title_justify="left", padding=(0, 0), pad_edge=False)
     for head in ("metric", "arm", *(cells.title(column)[0] for column in cells.columns)):
         table.add_column(head, justify="left" if head in ("arm", "metric") else "right", no_wrap=True, min_width=5)
     last = ""
     for (metric, arm, rest), row in cells.rows.items():
-        values = (f"{100 * row[column].value:.1f}" if column in row else "-" for column in cells.columns)
+        values = (number_text(row[column].value, metric) if column in row else "-" for column in cells.columns)
         who = ", ".join(filter(None, (arm_name(arm, results["table"]), rest)))
         table.add_row(METRICS.get(metric, metric) if metric != last else "", who, *values, end_section=False)
         last = metric

@@ -107,7 +107,7 @@ class ConceptStream(nn.Module):
             return
         biases = config.biases or _BIASES["gsm8k" if config.init == "identity" else config.init]
         for name, linear, bias in zip(GATES, self._linears(), biases, strict=True):
-            # CHOICE(AGCLR, controls): random gates keep the biases of `init`, so their means are the paper's at the start.
+            # CHOICE(AGCLR, controls): random gates keep the biases of `init`: their means start as the paper's.
             nn.init.normal_(linear.weight, std=width**-0.5 if config.memory == "random" else 0.0)
             nn.init.constant_(linear.bias, bias)
             if name in config.knocked_out:

@@ -37,28 +37,29 @@ def generate_answers(
     Args:
         model: in evaluation mode.
         prompts: token ids with latent slots.
-        config: what fills the slots.
+        config: what fills the slots, and how many of them are used.
         intervention: what is fed instead. A row without two latents keeps its own where they are to be permuted, and
             so does a problem that nobody shares its number of latents with where they are to come from others.
         seed: of `noise` and `permuted`; each batch draws its own.
         batch_size: prompts at a time, of one number of latents.
     """
+    if config.depth is not None:
+        # Not masked but taken out: where prompts end in latents, the answer must not begin at a masked column.
+        prompts = [first_latents(ids, config.latent_id, config.depth) for ids in prompts]
+        config = replace(config, depth=None)
     answers: list[list[int]] = [[] for _ in prompts]
     for number, batch in enumerate(batches(prompts, config.latent_id, batch_size)):
         rows = [prompts[index] for index in batch]
         replace_by = None
-        latents = rows[0].count(config.latent_id) if config.depth is None else config.depth
+        latents = list(rows[0]).count(config.latent_id)
         alone = (intervention in ("other", "mean") and len(rows) < 2) or (intervention == "permuted" and latents < 2)
         if intervention is not None and latents and not alone:
             # Padding and column of every token are those of generation, so the clean latents are too.
             ids, mask = pad_left(rows, pad_id=0, device=model.device)
             clean = latent_passes(model, ids, config, attention_mask=mask)
-            # Drawn on the device of the latents.
-            generator = torch.Generator(clean.latents.device).manual_seed(1_000_003 * seed + number)
+            generator = torch.Generator().manual_seed(1_000_003 * seed + number)
             replace_by = replacement(intervention, clean, generator)
-        said = latent_generate(
-            model, rows, config, max_new_tokens=max_new_tokens, stop_id=stop_id, replace=replace_by
-        )
+        said = latent_generate(model, rows, config, max_new_tokens=max_new_tokens, stop_id=stop_id, replace=replace_by)
         for index, ids in zip(batch, said, strict=True):
             answers[index] = ids
     return answers
@@ -89,9 +90,7 @@ class Trace(NamedTuple):
 
 
 @torch.no_grad()
-def trace_passes(
-    model: Any, prompts: Sequence[Sequence[int]], config: PassConfig, *, batch_size: int = 100
-) -> Trace:
+def trace_passes(model: Any, prompts: Sequence[Sequence[int]], config: PassConfig, *, batch_size: int = 100) -> Trace:
     """How alike the hidden state of each pass is to that of the first, and how far the gates open.
 
     Source: AGCLR, memory retention. h_t is the state at the end of pass t, before the stream.
@@ -131,6 +130,11 @@ def mean_and_band(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def at_depth(config: PassConfig, depth: int) -> PassConfig:
-    """The same passes over the first `depth` latents of each row, the others as if they had not been written."""
-    return replace(config, depth=depth)
+def first_latents(ids: Sequence[int], latent_id: int, depth: int) -> list[int]:
+    """A prompt with its first `depth` latent slots, the others taken out."""
+    seen, kept = 0, []
+    for token in ids:
+        seen += token == latent_id
+        if token != latent_id or seen <= depth:
+            kept.append(token)
+    return kept

@@ -1,9 +1,9 @@
 """One self-contained HTML page from a run directory, with its pictures as PNGs beside it.
 
 Reads files only: `results.json` (format: `results.py`), every `metrics.jsonl` below the directory, and where they are
-there `tsne.json` and Table 3's `rollouts.json`, `vectors.json`, `trigger.json` and `ARM/scores-*.json`. A table that
-wants pictures of its own gets one function like `_table1_sections`; the table of numbers, t-SNE, loss curves and
-provenance come with any results file.
+there `tsne.json`, Table 3's `rollouts.json`, `vectors.json`, `trigger.json` and `ARM/scores-*.json`, and AGCLR's
+`stages.json` and `passes.json`. A table that wants pictures of its own gets one function like `_table1_sections`; the
+table of numbers, t-SNE, loss curves and provenance come with any results file.
 """
 
 import base64
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from matplotlib.figure import Figure
 
-from sidestream.papers import pictures, planning_pictures
+from sidestream.papers import agclr_pictures, pictures, planning_pictures
 from sidestream.papers.pictures import Look
 from sidestream.papers.results import (
     METRICS,
@@ -41,7 +41,14 @@ from sidestream.papers.results import (
 
 __all__ = ["check_results", "load_results", "markdown_table", "update_readme", "write_report"]
 
-TABLES = {"lsar.table1": "LS-AR, Table 1: Treasure Hunt", "lsar.table3": "LS-AR, Table 3: Blocksworld"}
+TABLES = {
+    "lsar.table1": "LS-AR, Table 1: Treasure Hunt",
+    "lsar.table3": "LS-AR, Table 3: Blocksworld",
+    "agclr.table1": "AGCLR: latent reasoning, every method",
+    "agclr.ablations": "AGCLR: the concept stream without parts of it",
+    "agclr.retention": "AGCLR: what later passes keep",
+    "agclr.controls": "AGCLR: latents replaced, and facts that travel through them only",
+}
 PAPER_ARMS = ("baseline", "static_faithful", "static")
 CSS = """
 :root { color-scheme: light dark; --bg: #fbfbf9; --ink: #1d2125; --soft: #5c6670; --line: #d9dcdf; --card: #fff;
@@ -101,6 +108,8 @@ def write_report(run_dir: Path | str) -> Path:
             sections += _table1_sections(run_dir, entries, looks)
         if results["table"] == "lsar.table3":
             sections += _table3_sections(run_dir, entries, looks)
+        if results["table"].startswith("agclr."):
+            sections += _agclr_sections(run_dir, entries, looks)
         if tsne:
             where = ", ".join(f"{name} = {tsne[name]:.3g}" for name in ("H", "W", "perplexity") if name in tsne)
             caption = (
@@ -170,6 +179,28 @@ def _table3_sections(folder: Path, entries: Sequence[Entry], looks: Mapping[str,
         figure = _figure(folder, "blocks", "Success over N", drawn, caption)
         sections.append(f"<h2>More blocks</h2>{figure}")
     return sections + inside
+
+
+def _agclr_sections(folder: Path, entries: Sequence[Entry], looks: Mapping[str, Look]) -> list[str]:
+    """Latent reasoning: answers by arm or by what the latents were replaced with, by stage, and what passes keep."""
+
+    def section(title: str, name: str, figure: Figure) -> str:
+        return f"<h2>{title}</h2>{_figure(folder, name, title, figure, agclr_pictures.CAPTIONS[name])}"
+
+    sections = []
+    if any("latents" in entry.where for entry in entries):
+        figure = agclr_pictures.latents_figure(entries, looks)
+        sections.append(section("Answers when the latents are replaced at test", "latents", figure))
+    elif all("pass" not in entry.where for entry in entries):
+        sections.append(section("Answers", "answers", agclr_pictures.arms_figure(entries, looks)))
+    draw = {
+        "stages": ("Accuracy by stage", agclr_pictures.stages_figure),
+        "passes": ("What later passes keep", agclr_pictures.passes_figure),
+    }
+    for name, (title, make) in draw.items():
+        for figure in _read_side_file(folder / f"{name}.json", lambda found, make=make: make(found, looks)):
+            sections.append(section(title, name, figure))
+    return sections
 
 
 def _rollout_html(folder: Path, rollouts: Mapping[str, Any], looks: Mapping[str, Look]) -> str:

@@ -1,7 +1,7 @@
 """Training of latent reasoning: the module whose forward is the loss, and the curriculum as calls of the loop.
 
-One step: `CurriculumRows` makes a problem the row of its stage, the collator a batch, `LatentLM.forward` runs the latent
-passes and takes the loss on what stands behind the latents.
+One step: `CurriculumRows` makes a problem the row of its stage, the collator a batch, `LatentLM.forward` runs the
+latent passes and takes the loss on what stands behind the latents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.layout import UNSCORED, Layout
@@ -72,7 +72,7 @@ class LatentLM(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.config = config
+        self.pass_config = config
         self.step_decoder = step_decoder
         self.step_weight = step_weight
 
@@ -93,7 +93,7 @@ class LatentLM(nn.Module):
             step_rows, step_firsts: (M,) whose step it is, and the number of the first of its latents.
             step_ids, step_labels: (M, S) the step's text.
         """
-        passes = latent_passes(self.model, input_ids, self.config, attention_mask=attention_mask)
+        passes = latent_passes(self.model, input_ids, self.pass_config, attention_mask=attention_mask)
         loss = next_token_loss(self.model, passes, labels)
         if self.step_decoder is None or step_rows is None:
             return {"loss": loss}
@@ -169,3 +169,28 @@ def train_curriculum(
             tags={name: str(value).format(stage=call.stage) for name, value in (tags or {}).items()},
             rates=rates,
         )
+
+
+def pretrained(name: str, *, size: int, new_ids: Sequence[int], like: int) -> PreTrainedModel:
+    """A causal LM from the hub or a folder, its vocabulary made larger.
+
+    Args:
+        name: on the hub, or a folder.
+        size: the vocabulary wanted.
+        new_ids: tokens it has not had, which start as token `like` does.
+
+    Raises:
+        ValueError: it cannot be had, or its vocabulary is not the one that `size` was counted from.
+    """
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"the model {name!r} cannot be had ({why}); give a folder that holds it as base") from None
+    if lm.config.vocab_size != min(new_ids):
+        raise ValueError(f"{name} knows {lm.config.vocab_size} tokens, the text has {min(new_ids)}; take a GPT-2")
+    lm.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        for table in (lm.get_input_embeddings(), lm.get_output_embeddings()):
+            table.weight[list(new_ids)] = table.weight[like].clone()
+    return lm

@@ -1,0 +1,289 @@
+"""The models of AGCLR's tables: their data, their text, and what trains each arm on each task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_model
+
+from sidestream.lm.attach import attach
+from sidestream.lm.backbones import Backbone
+from sidestream.lm.layout import Layout
+from sidestream.lm.passes import PassConfig
+from sidestream.lm.text import Vocabulary, WordVocabulary
+from sidestream.papers.agclr import ARMS, LatentExperiment
+from sidestream.papers.experiment import first_difference, to_json, write_whole
+from sidestream.tasks import gsm8k, hops, hotpotqa, prosqa, prosqa_generator
+from sidestream.tasks.base import ReasoningExample, Split, read_jsonl
+from sidestream.training.curriculum import Call, Problem, prompt
+from sidestream.training.latent import LatentLM, StepDecoder, pretrained, train_curriculum
+from sidestream.training.loop import FINAL, WEIGHTS
+
+SCORERS = {
+    "hops": hops.score,
+    "masked": hops.score,
+    "prosqa": prosqa.score,
+    "gsm8k": gsm8k.score,
+    "hotpotqa": hotpotqa.score,
+}
+METRICS = {"masked": ("accuracy", "last", "early"), "hotpotqa": ("em", "f1")}
+"""What is reported of a task; `accuracy` where it is not named."""
+MARKS = ("<start>", "<end>", "<latent>", "<stop>")
+"""The special words of word-level vocabularies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextForm:
+    """How problems of a task become tokens, and tokens text."""
+
+    vocabulary: Vocabulary | WordVocabulary
+    layout: Layout
+    stop_id: int
+    """Ends an answer."""
+    size: int
+    """Tokens in all."""
+    lines: bool
+    """CoCoNuT's text: question and steps end their lines, `### ` stands before the answer. Off: words alone."""
+
+    @staticmethod
+    def words(known: Iterable[str], *, markers: bool) -> TextForm:
+        """One token a word."""
+        words = (*known, *MARKS)
+        vocabulary = WordVocabulary(words, size=len(words) + 1)
+        start, end, latent, stop = (vocabulary.encode(mark)[0] for mark in MARKS)
+        layout = Layout(start_id=start, end_id=end, latent_id=latent, markers=markers)
+        return TextForm(vocabulary=vocabulary, layout=layout, stop_id=stop, size=vocabulary.size, lines=False)
+
+    @staticmethod
+    def bpe(*, markers: bool) -> TextForm:
+        """GPT-2's BPE and three new tokens."""
+        vocabulary = Vocabulary()
+        first = vocabulary.size
+        layout = Layout(start_id=first, end_id=first + 1, latent_id=first + 2, markers=markers)
+        return TextForm(vocabulary=vocabulary, layout=layout, stop_id=vocabulary.pad_id, size=first + 3, lines=True)
+
+    @property
+    def pad_id(self) -> int:
+        """Padding, masked out wherever it stands."""
+        return self.vocabulary.pad_id
+
+    def encode(self, example: ReasoningExample) -> Problem:
+        """A problem as token ids."""
+        end, mark = ("\n", "### ") if self.lines else ("", "")
+        encode = self.vocabulary.encode
+        return Problem(
+            tuple(encode(example.question + end)),
+            tuple(tuple(encode(step + end)) for step in example.steps),
+            (*encode(mark + example.answer), self.stop_id),
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Generated tokens as text, special ones left out."""
+        marks = (self.layout.start_id, self.layout.end_id, self.layout.latent_id)
+        return self.vocabulary.decode([token for token in ids if token not in marks])
+
+
+class LatentModels:
+    """Data, models and trained arms of one run directory; what is finished there is loaded.
+
+    Args:
+        show: progress bars.
+    """
+
+    def __init__(self, experiment: LatentExperiment, directory: Path, *, show: bool = True) -> None:
+        self.experiment = experiment
+        self.directory = directory
+        self.trained = Path(experiment.models) if experiment.models else directory
+        self.show = show
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.examples = cache(self._examples)
+        self.form = cache(self._form)
+        self.encoded = cache(self._encoded)
+
+    # ---------------------------------------------------------------- data
+
+    def open_task(self, task: str) -> Path:
+        """The folder of a task's trained arms, checked to be of these settings.
+
+        Raises:
+            ValueError: it holds arms of other settings.
+        """
+        e, folder = self.experiment, self.trained / task
+        data = f"{task}_data"
+        record: dict[str, Any] = {"training": to_json(e.training(task)), "backbone": to_json(e.backbone)}
+        record["data"] = to_json(getattr(e, data)) if hasattr(e, data) else None
+        for name in ("seed", "files", "base", "positions", "markers", "step_layers", "step_weight", "gain_rate"):
+            record[name] = getattr(e, name)
+        path = folder / "training.json"
+        if path.exists():
+            difference = first_difference(record, json.loads(path.read_text(encoding="utf-8")))
+            if difference:
+                raise ValueError(f"{folder} holds arms trained otherwise: {difference}; choose another --models")
+        else:
+            write_whole(path, json.dumps(record, indent=1) + "\n")
+        return folder
+
+    def _examples(self, task: str, split: Split) -> list[ReasoningExample]:
+        """Problems of a split, made or fetched once a run.
+
+        Raises:
+            ValueError: they cannot be had, or there are none.
+        """
+        e = self.experiment
+        folder, count = self.directory, e.test_problems
+        if split == "train":
+            folder, count = self.trained, e.training(task).problems
+        path = folder / task / f"{split}.jsonl"
+        if not path.exists():
+            found = list(islice(self._source(task, split), count))
+            if not found:
+                raise ValueError(f"task {task!r} has no problems in its split {split}")
+            write_whole(path, "".join(json.dumps(example.row()) + "\n" for example in found))
+        return read_jsonl(path)
+
+    def _source(self, task: str, split: Split) -> Iterator[ReasoningExample]:
+        e = self.experiment
+        file = _file_of(e.files, task, split)
+        if file is not None:
+            if task == "prosqa":
+                return (problem.example for problem in prosqa.read(file))
+            return iter({"gsm8k": gsm8k.read, "hotpotqa": hotpotqa.read}.get(task, read_jsonl)(file))
+        # Other training problems for each seed, the same test problems for all.
+        later = e.seed if split == "train" else 0
+        if task == "prosqa":
+            made = prosqa_generator.problems(replace(e.prosqa_data, seed=e.prosqa_data.seed + later), split)
+            return (problem.example for problem in made)
+        if task in ("hops", "masked"):
+            config = e.hops_data if task == "hops" else e.masked_data
+            return (problem.example for problem in hops.problems(replace(config, seed=config.seed + later), split))
+        return iter(gsm8k.load_hub(split) if task == "gsm8k" else hotpotqa.load_hub(split))
+
+    def _form(self, task: str) -> TextForm:
+        e = self.experiment
+        train = self.examples(task, "train")
+        wordy = task in ("hops", "masked") or task == "prosqa" and prosqa.is_short(train[0].question)
+        if not wordy or e.base is not None:
+            return TextForm.bpe(markers=e.markers)
+        if _file_of(e.files, task, "train") is not None:
+            texts = (text for example in train for text in (example.question, *example.steps, example.answer))
+            return TextForm.words(sorted({word for text in texts for word in text.split()}), markers=e.markers)
+        if task == "prosqa":
+            return TextForm.words(prosqa_generator.words(e.prosqa_data), markers=e.markers)
+        return TextForm.words(hops.words(e.hops_data if task == "hops" else e.masked_data), markers=e.markers)
+
+    def _encoded(self, task: str, split: Split) -> list[Problem]:
+        form = self.form(task)
+        return [form.encode(example) for example in self.examples(task, split)]
+
+    # ---------------------------------------------------------------- models
+
+    def fresh(self, task: str, arm: str) -> LatentLM:
+        """An arm before training. The base model starts the same in every arm."""
+        e, spec, form = self.experiment, ARMS[arm], self.form(task)
+        torch.manual_seed(e.seed)
+        lm: Any = self._base(form)
+        blocks = None
+        if spec.step_decoder:
+            width, heads = int(lm.config.hidden_size), int(lm.config.num_attention_heads)
+            family: Literal["gpt2", "llama"] = "llama" if lm.config.model_type == "llama" else "gpt2"
+            shape = Backbone(layers=e.step_layers, width=width, heads=heads, family=family)
+            blocks = shape.build(vocabulary=1, window=e.positions, pad_id=0)
+        training = e.training(task)
+        config = PassConfig(
+            latent_id=form.layout.latent_id,
+            # One forward cannot hide text; pass by pass the numbers are the same.
+            slots="pause_multi" if spec.slots == "pause" and training.sees != "all" else spec.slots,
+            sees=training.sees,
+        )
+        if spec.stream is not None:
+            init = spec.stream.init if spec.stream.init == "identity" else training.gates
+            lm = attach(lm, stream=replace(spec.stream, init=init))
+        decoder = None if blocks is None else StepDecoder(blocks, training.curriculum.latents_per_step)
+        return LatentLM(lm, config, step_decoder=decoder, step_weight=e.step_weight).to(self.device)
+
+    def _base(self, form: TextForm) -> Any:
+        e = self.experiment
+        if e.base is None:
+            return e.backbone.build(vocabulary=form.size, window=e.positions, pad_id=form.pad_id)
+        layout = form.layout
+        new = (layout.start_id, layout.end_id, layout.latent_id)
+        # The published code lets its new tokens start as `<<`.
+        return pretrained(e.base, size=form.size, new_ids=new, like=form.vocabulary.encode("<<")[0])
+
+    def calls(self, task: str) -> list[Call]:
+        """The calls of training that a task's arms consist of."""
+        training = self.experiment.training(task)
+        epoch = len(self.examples(task, "train")) // training.loop.batch_size
+        return training.curriculum.calls(training.loop.steps, epoch)
+
+    def folders(self, task: str, arm: str) -> list[tuple[Path, int]]:
+        """Folders of an arm's calls and their steps, for the progress display."""
+        return [(self.trained / task / arm / call.name, call.steps) for call in self.calls(task)]
+
+    def load(self, task: str, arm: str) -> LatentLM:
+        """An arm, trained as far as the directory lacks it, in evaluation mode."""
+        e, form, training = self.experiment, self.form(task), self.experiment.training(task)
+        module = self.fresh(task, arm)
+        train_curriculum(
+            module,
+            self.encoded(task, "train"),
+            ARMS[arm].text,
+            training.curriculum,
+            form.layout,
+            training.loop,
+            self.trained / task / arm,
+            seed=e.seed,
+            pad_id=form.pad_id,
+            stop_id=form.stop_id,
+            label=f"{task} {arm}" if self.show else "",
+            tags={"arm": arm, "stage": f"{task}, stage {{stage}}"},
+            rates={"gain": e.gain_rate},
+        )
+        return module
+
+    def at_stages(self, task: str, arm: str, module: LatentLM) -> Iterator[tuple[int, LatentLM]]:
+        """The module with the weights it had after each stage whose weights were kept, the last one last."""
+        for call in self.calls(task):
+            if call.ends_stage:
+                load_model(module, str(self.trained / task / arm / call.name / FINAL / WEIGHTS))
+                yield call.stage, module
+
+    def prompts(self, task: str, arm: str, stage: int | None = None) -> list[list[int]]:
+        """What an arm's answers to the evaluated problems start from, in the last stage or in another."""
+        curriculum = self.experiment.training(task).curriculum
+        stage = curriculum.last_stage if stage is None else stage
+        problems, layout = self.encoded(task, self.experiment.split), self.form(task).layout
+        return [prompt(problem, ARMS[arm].text, stage, curriculum, layout) for problem in problems]
+
+    def scores(self, task: str, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+        """Metric -> one score a problem."""
+        form = self.form(task)
+        found = [
+            SCORERS[task](example, form.decode(ids)).values
+            for example, ids in zip(self.examples(task, self.experiment.split), answers, strict=True)
+        ]
+        return {metric: [values[metric] for values in found] for metric in METRICS.get(task, ("accuracy",))}
+
+
+def _file_of(folder: str | None, task: str, split: str) -> Path | None:
+    """The file of a split in a folder of data.
+
+    Raises:
+        ValueError: the folder has other splits of the task and not this one, or this one twice.
+    """
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
+        raise ValueError(f"files {folder}: there is no such folder")
+    there = [path for path in sorted(Path(folder).iterdir()) if path.name.startswith(f"{task}_")]
+    mine = [path for path in there if path.name.split(".")[0] == f"{task}_{split}"]
+    if len(mine) > 1 or there and not mine:
+        raise ValueError(f"{folder} must hold one file {task}_{split}.*; it holds {', '.join(p.name for p in there)}")
+    return mine[0] if mine else None
