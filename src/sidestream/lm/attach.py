@@ -458,8 +458,8 @@ def attach(
     elif encoder is not None or sites is not None:
         raise ValueError("encoder and sites belong to a goal channel, and goal is not given; leave them out")
     if stream is not None:
-        width = lm.get_input_embeddings().embedding_dim  # type: ignore[union-attr]
-        concepts = ConceptStream(stream.sized(int(width))).to(device=lm.device, dtype=lm.dtype)
+        embeddings: Any = lm.get_input_embeddings()
+        concepts = ConceptStream(stream.sized(embeddings.embedding_dim)).to(device=lm.device, dtype=lm.dtype)
     if encoder is not None:
         encoder.requires_grad_(False)
         encoder.eval()

@@ -45,7 +45,7 @@ def greedy(
             part = slice(start, min(start + batch_size, len(rows)))
             state = None
             if goal is not None:
-                state = goal.select(torch.arange(part.start, part.stop, device=goal.goal.device))
+                state = goal.select(torch.arange(part.start, part.stop, device=goal.device))
             states = last_states(model, [row[-window:] for row in rows[part]], goal=state)
             for row, token in zip(rows[part], head(states).argmax(dim=-1).tolist(), strict=True):
                 row.append(token)

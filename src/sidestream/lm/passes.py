@@ -106,7 +106,7 @@ def latent_passes(
             states are not as wide as its embeddings, or gradient checkpointing, which drops the keys passes reuse.
     """
     attached = model if isinstance(model, AttachedLM) else None
-    lm = model if attached is None else attached.lm
+    lm: Any = model if attached is None else attached.lm
     stream = attached.stream if attached is not None and config.slots == "hidden" else None
     if goal is not None and (attached is None or past is not None):
         why = "the text goes on with the goal it has" if attached is not None else "the model carries no channel"

@@ -31,10 +31,35 @@ COLORS = {
     "static_pool": "#0072b2",
     "dynamic_pool": "#009e73",
     "dynamic_state": "#d55e00",
+    "no_cot": "#7a7a7a",
+    "cot": "#333333",
+    "icot": "#117733",
+    "pause": "#e69f00",
+    "pause_multi": "#e69f00",
+    "coconut": "#0072b2",
+    "coconut_sim": "#0072b2",
+    "coconut_mlp": "#56b4e9",
+    "agclr": "#d55e00",
+    "agclr_sim": "#d55e00",
+    "agclr_no_read": "#009e73",
+    "agclr_no_write": "#cc79a7",
+    "agclr_write2": "#cc79a7",
+    "agclr_no_forget": "#882255",
+    "agclr_random_gates": "#332288",
+    "agclr_first": "#44aa99",
+    "agclr_identity": "#a0522d",
 }
 OTHER_COLORS = ("#e69f00", "#56b4e9", "#882255", "#44aa99", "#332288", "#999933", "#a0522d")
-DASHED = ("baseline_pool", "static_pool", "dynamic_pool")
-"""Arms that have another arm's architecture, hence its colour, and other data."""
+DASHED = (
+    "baseline_pool",
+    "static_pool",
+    "dynamic_pool",
+    "pause_multi",
+    "coconut_sim",
+    "agclr_sim",
+    "agclr_write2",
+)
+"""Arms that have another arm's architecture, hence its colour, and other data or another training."""
 GOAL_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 MARKERS = "osD^vPX<>*"
 PAPER = {"linestyle": "none", "marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.4}
