@@ -112,7 +112,7 @@ def finish_episodes(
         rows = [_Row(episode) for episode in episodes[first : first + batch_size]]
         part = None
         if goals is not None:
-            part = goals.select(torch.arange(first, first + len(rows), device=goals.goal.device))
+            part = goals.select(torch.arange(first, first + len(rows), device=goals.device))
         _finish(model, rows, vocabulary, window, part, draw)
         ends += [row.rollout for row in rows]
     return ends

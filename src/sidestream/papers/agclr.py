@@ -303,7 +303,8 @@ def paper_value(arm: str, where: dict[str, Any], metric: str) -> float | None:
         return None
     found = _PAPER.get(arm, {}).get(where["task"])
     if isinstance(found, tuple):
-        return dict(zip(("em", "f1"), found, strict=True)).get(metric)
+        em, f1 = found
+        return {"em": em, "f1": f1}.get(metric)
     return found if metric == "accuracy" else None
 
 

@@ -191,6 +191,7 @@ def pretrained(name: str, *, size: int, new_ids: Sequence[int], like: int) -> Pr
         raise ValueError(f"{name} knows {lm.config.vocab_size} tokens, the text has {min(new_ids)}; take a GPT-2")
     lm.resize_token_embeddings(size, mean_resizing=False)
     with torch.no_grad():
-        for table in (lm.get_input_embeddings(), lm.get_output_embeddings()):
+        tables: list[Any] = [lm.get_input_embeddings(), lm.get_output_embeddings()]
+        for table in tables:
             table.weight[list(new_ids)] = table.weight[like].clone()
     return lm
