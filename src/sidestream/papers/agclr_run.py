@@ -181,7 +181,9 @@ def _conditions(
     found: list[tuple[str, PassConfig, Intervention | None]] = [(LEARNED, config, None)]
     if e.table == "agclr.controls":
         most = e.training(task).curriculum.most_latents
-        found += [(str(kind), config, kind) for kind in INTERVENTIONS if kind != "permuted" or most > 1]
+        for kind in INTERVENTIONS:
+            if kind != "permuted" or most > 1:
+                found.append((kind, config, kind))
         # CHOICE(AGCLR, controls): with no latent at all nothing hides the question of the masked task.
         found += [(f"depth {depth}", replace(config, depth=depth), None) for depth in range(most)]
     return found
