@@ -35,6 +35,8 @@ SCORERS = {
 }
 METRICS = {"masked": ("accuracy", "last", "early"), "hotpotqa": ("em", "f1")}
 """What is reported of a task; `accuracy` where it is not named."""
+SHARED = "all_arms"
+"""Folder of what arms share."""
 MARKS = ("<start>", "<end>", "<latent>", "<stop>")
 """The special words of word-level vocabularies."""
 
@@ -223,14 +225,38 @@ class LatentModels:
         epoch = len(self.examples(task, "train")) // training.loop.batch_size
         return training.curriculum.calls(training.loop.steps, epoch)
 
-    def folders(self, task: str, arm: str) -> list[tuple[Path, int]]:
-        """Folders of an arm's calls and their steps, for the progress display."""
-        return [(self.trained / task / arm / call.name, call.steps) for call in self.calls(task)]
+    def shared_calls(self, task: str) -> list[Call]:
+        """The calls of stage 0, which sees no latents: there all arms with the curriculum are one model, trained once.
+
+        There are none where the optimiser outlives the stage.
+        """
+        return [call for call in self.calls(task) if call.stage == 0]
+
+    def folders(self, task: str, arm: str = SHARED) -> list[tuple[Path, int]]:
+        """Folders of the calls that are an arm's own (or that arms share) and their steps, for the progress display."""
+        shared = self.shared_calls(task)
+        if arm != SHARED:
+            own = self.calls(task)
+            shared = own[len(shared) :] if ARMS[arm].text == "latent" else own
+        return [(self.trained / task / arm / call.name, call.steps) for call in shared]
+
+    def share(self, task: str) -> None:
+        """Train the calls that arms share, as far as the directory lacks them."""
+        if any(ARMS[arm].text == "latent" for arm in self.experiment.arms if arm in ARMS):
+            self._train(task, "coconut", self.fresh(task, "coconut"), SHARED, self.shared_calls(task))
 
     def load(self, task: str, arm: str) -> LatentLM:
         """An arm, trained as far as the directory lacks it, in evaluation mode."""
+        module, calls = self.fresh(task, arm), self.calls(task)
+        shared = self.shared_calls(task) if ARMS[arm].text == "latent" else []
+        if shared:
+            self.share(task)
+            self._load_shared(task, module, shared[-1])
+        self._train(task, arm, module, arm, calls[len(shared) :])
+        return module
+
+    def _train(self, task: str, arm: str, module: LatentLM, folder: str, calls: list[Call]) -> None:
         e, form, training = self.experiment, self.form(task), self.experiment.training(task)
-        module = self.fresh(task, arm)
         train_curriculum(
             module,
             self.encoded(task, "train"),
@@ -238,21 +264,30 @@ class LatentModels:
             training.curriculum,
             form.layout,
             training.loop,
-            self.trained / task / arm,
+            self.trained / task / folder,
             seed=e.seed,
             pad_id=form.pad_id,
             stop_id=form.stop_id,
-            label=f"{task} {arm}" if self.show else "",
-            tags={"arm": arm, "stage": f"{task}, stage {{stage}}"},
+            label=f"{task} {folder}" if self.show else "",
+            tags={"arm": folder, "stage": f"{task}, stage {{stage}}"},
             rates={"gain": e.gain_rate},
+            calls=calls,
         )
-        return module
+
+    def _load_shared(self, task: str, module: LatentLM, call: Call) -> None:
+        plain = self.fresh(task, "coconut")
+        load_model(plain, str(self.trained / task / SHARED / call.name / FINAL / WEIGHTS))
+        module.lm.load_state_dict(plain.lm.state_dict())
 
     def at_stages(self, task: str, arm: str, module: LatentLM) -> Iterator[tuple[int, LatentLM]]:
         """The module with the weights it had after each stage whose weights were kept, the last one last."""
-        for call in self.calls(task):
+        shared = len(self.shared_calls(task)) if ARMS[arm].text == "latent" else 0
+        for number, call in enumerate(self.calls(task)):
             if call.ends_stage:
-                load_model(module, str(self.trained / task / arm / call.name / FINAL / WEIGHTS))
+                if number < shared:
+                    self._load_shared(task, module, call)
+                else:
+                    load_model(module, str(self.trained / task / arm / call.name / FINAL / WEIGHTS))
                 yield call.stage, module
 
     def prompts(self, task: str, arm: str, stage: int | None = None) -> list[list[int]]:

@@ -65,6 +65,8 @@ def run_latent(
         for item in work:
             _evaluate(models, *item.split("/"))
     else:
+        shared = {task: models.folders(task) for task in experiment.tasks}
+        run_arms(partial(_share, experiment, directory), experiment.tasks, jobs=jobs, folders=shared)
         folders = {item: models.folders(*item.split("/")) for item in work}
         run_arms(partial(_worker, experiment, directory), work, jobs=jobs, folders=folders)
     records = {item: json.loads((directory / item / "arm.json").read_text(encoding="utf-8")) for item in work}
@@ -107,6 +109,10 @@ def _origin(models: LatentModels, command: str) -> dict[str, Any]:
     return {**origin, "dirty": origin["dirty"] or any(call["dirty"] for call in shared)}
 
 
+def _share(experiment: LatentExperiment, directory: Path, task: str) -> None:
+    LatentModels(experiment, directory, show=False).share(task)
+
+
 def _worker(experiment: LatentExperiment, directory: Path, item: str) -> None:
     _evaluate(LatentModels(experiment, directory, show=False), *item.split("/"))
 
@@ -119,10 +125,11 @@ def _evaluate(models: LatentModels, task: str, arm: str) -> None:
         return
     module = models.load(task, arm)
     if models.trained != directory:
-        for folder, _ in models.folders(task, arm):
+        for folder, _ in [*models.folders(task), *models.folders(task, arm)]:
             here = directory / folder.relative_to(models.trained)
             here.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folder / "metrics.jsonl", here)
+            if (folder / "metrics.jsonl").exists():
+                shutil.copy(folder / "metrics.jsonl", here)
     found = {}
     for name in (arm, *(name for name, (source, _) in DERIVED.items() if source == arm and name in e.arms)):
         with _derived(module, name):

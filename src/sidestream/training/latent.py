@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.layout import UNSCORED, Layout
 from sidestream.lm.passes import PassConfig, latent_passes, next_token_loss
-from sidestream.training.curriculum import Curriculum, CurriculumRows, Problem, Text, collator
+from sidestream.training.curriculum import Call, Curriculum, CurriculumRows, Problem, Text, collator
 from sidestream.training.loop import FINAL, LoopConfig, train
 
 
@@ -126,6 +126,7 @@ def train_curriculum(
     label: str = "",
     tags: dict[str, Any] | None = None,
     rates: dict[str, float] | None = None,
+    calls: Sequence[Call] | None = None,
 ) -> None:
     """Train `module` in place over all stages: one call of `training.loop.train` for each reset of the optimiser.
 
@@ -140,8 +141,10 @@ def train_curriculum(
         seed: of rows and of dropout.
         pad_id, stop_id: padding, and the end of a step for the step decoder.
         label, tags, rates: as for `train`; "{stage}" in a tag stands for the stage's number.
+        calls: some of the curriculum's calls, for a module that has been through those before; None for all.
     """
-    calls = curriculum.calls(loop.steps, len(problems) // loop.batch_size)
+    if calls is None:
+        calls = curriculum.calls(loop.steps, len(problems) // loop.batch_size)
     # The newest finished call holds all that came before it.
     finished = [number for number, call in enumerate(calls) if (directory / call.name / FINAL).exists()]
     collate = collator(layout, pad_id=pad_id, stop_id=stop_id, spoken=module.step_decoder is not None)
