@@ -20,6 +20,7 @@ from jsonargparse import ArgumentParser
 TABLES = {
     "lsar.table1": "Treasure Hunt: item and passcode recalled after the prompt left the window (LS-AR Table 1, Fig. 4)",
     "lsar.table3": "Blocksworld: goals reached after K perturbations, N blocks, W tokens in view (LS-AR Table 3)",
+    "lsar.table5": "Text says goal A, vector goal B: whose is reached, over the share of masked text (LS-AR Table 5)",
     "agclr.table1": "Latent reasoning: accuracy of every method, CoT to CoCoNuT and AGCLR (AGCLR's main table)",
     "agclr.ablations": "The concept stream without a gate, with random ones, or something else in its place (AGCLR)",
     "agclr.retention": "What later latent passes have in common with the first, and how far the gates open (AGCLR)",
@@ -35,6 +36,11 @@ COSTS = {
         "smoke": "under a minute on 2 CPU cores",
         "cpu": "about two hours on 2 CPU cores",
         "paper": "hours on one GPU; weeks without",
+    },
+    "lsar.table5": {
+        "smoke": "under a minute on 2 CPU cores",
+        "cpu": "about an hour on 2 CPU cores",
+        "paper": "days on one GPU",
     },
     # An arm is the same training in each of these tables: with one --models for all, it is trained once.
     **dict.fromkeys(
@@ -140,6 +146,11 @@ def _table(name: str) -> tuple[Any, Any, Any]:
         from sidestream.papers import lsar
 
         return lsar.table1, lsar.Table1, lsar.run_table1
+    if name == "lsar.table5":
+        from sidestream.papers.authority import Table5, table5
+        from sidestream.papers.authority_run import run_table5
+
+        return table5, Table5, run_table5
     if name.startswith("agclr."):
         from sidestream.papers import agclr
         from sidestream.papers.agclr_run import run_latent

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from matplotlib.figure import Figure
 
-from sidestream.papers import agclr_pictures, pictures, planning_pictures
+from sidestream.papers import agclr_pictures, authority_pictures, pictures, planning_pictures
 from sidestream.papers.pictures import Look
 from sidestream.papers.results import (
     METRICS,
@@ -44,6 +44,7 @@ __all__ = ["check_results", "load_results", "markdown_table", "update_readme", "
 TABLES = {
     "lsar.table1": "LS-AR, Table 1: Treasure Hunt",
     "lsar.table3": "LS-AR, Table 3: Blocksworld",
+    "lsar.table5": "LS-AR, Table 5: text and vector state different goals",
     "agclr.table1": "AGCLR: latent reasoning, every method",
     "agclr.ablations": "AGCLR: the concept stream without parts of it",
     "agclr.retention": "AGCLR: what later passes keep",
@@ -108,6 +109,8 @@ def write_report(run_dir: Path | str) -> Path:
             sections += _table1_sections(run_dir, entries, looks)
         if results["table"] == "lsar.table3":
             sections += _table3_sections(run_dir, entries, looks)
+        if results["table"] == "lsar.table5":
+            sections += authority_pictures.sections(entries, lambda *drawn: _figure(run_dir, *drawn))
         if results["table"].startswith("agclr."):
             sections += _agclr_sections(run_dir, entries, looks)
         if tsne:

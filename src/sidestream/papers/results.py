@@ -57,6 +57,14 @@ ARMS = {
         "dynamic_replace": "+ latest update only",
         "dynamic_state": "LS-AR Dynamic (ours): + state read from the vector",
     },
+    "lsar.table5": {
+        "baseline": "AR baseline",
+        "standard": "Standard",
+        "latent_forced": "Latent-Forced",
+        "ball": "Latent-Forced + adversarial training in a ball",
+        "hardened": "Latent-Forced + overrides in training",
+        "dynamic": "Latent-Forced, Dynamic",
+    },
     **dict.fromkeys(("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"), _AGCLR),
 }
 """Table -> arm -> what tables and pictures call it. One name may stand for different arms in different tables."""
@@ -65,6 +73,13 @@ METRICS = {
     "code_exact": "Passcode, whole code",
     "code_token": "Passcode, by sub-word token",
     "success": "Goal reached",
+    "goal_a": "Goal A reached",
+    "goal_b": "Goal B reached",
+    "neither": "Neither reached",
+    "utility": "Utility: right answers, no attack",
+    "fidelity": "Fidelity: right answers under attack",
+    "attack_success": "Attack success: the attacker's answer",
+    "refused": "Refused",
     "accuracy": "Answer right",
     "em": "Answer, exact match",
     "f1": "Answer, F1",
