@@ -21,7 +21,7 @@ LAYOUT, CONFIG = Layout(start_id=START, latent_id=LATENT, end_id=END), PassConfi
 # -------------------------------------------------------------------- the oracle
 
 
-def recomputed(lm: PreTrainedModel, ids, *, stream=None, sees="all", fed=None, detach=False):
+def recomputed(lm: PreTrainedModel, ids, *, stream=None, sees="all", hides=None, fed=None, detach=False):
     """One row, by the description: no cache, no batch; the whole input again for every latent. Last-layer states.
 
     `sees` is a full matrix here, and the stream a closure over its own c: nothing is shared with the engine.
@@ -33,7 +33,8 @@ def recomputed(lm: PreTrainedModel, ids, *, stream=None, sees="all", fed=None, d
     for query in range(length):
         before = [t for t in slots if t <= query]
         if before and sees != "all":
-            allowed[query, : before[0] if sees == "latents" else before[-1]] = False
+            start = 0 if hides is None else slots[0] - hides
+            allowed[query, start : before[0] if sees == "latents" else before[-1]] = False
 
     def states(upto):
         if sees == "all":
@@ -181,20 +182,27 @@ def test_what_the_oracle_would_notice(family, monkeypatch):
         differ(lm_only.hidden[0, -1], out.hidden[0, -1])
 
 
-@pytest.mark.parametrize("sees", ["latents", "last"])
-def test_hidden_text_is_hidden(family, sees):
+@pytest.mark.parametrize(("sees", "hides"), [("latents", None), ("last", None), ("last", 2)])
+def test_hidden_text_is_hidden(family, sees, hides):
     model = streamed(family)
     lm, stream = parts(model)
-    out, _ = passes(model, config=replace(CONFIG, sees=sees))
+    out, _ = passes(model, config=replace(CONFIG, sees=sees, hides=hides))
     whole, _ = passes(model)
     if lm.config.model_type != "gemma3_text":  # whose layers take a matrix each
         lm.set_attn_implementation("eager")
         for got, row in zip(rows_of(out), ROWS, strict=True):
-            close(got, recomputed(lm, row.ids, stream=stream, sees=sees), 1e-4)
+            close(got, recomputed(lm, row.ids, stream=stream, sees=sees, hides=hides), 1e-4)
     # With the latents fixed, nothing of the question is left; without hiding, it is.
     fixed = replacement("zero", whole)
-    other = [Row([5 if t < r.ids.index(START) else x for t, x in enumerate(r.ids)], r.labels) for r in ROWS]
-    for config, hidden in [(replace(CONFIG, sees=sees), True), (CONFIG, False)]:
+    hidden_part = [
+        range(0 if hides is None else r.ids.index(LATENT) - hides, r.ids.index(START)) if LATENT in r.ids else range(0)
+        for r in ROWS
+    ]
+    other = [
+        Row([5 if t in part else x for t, x in enumerate(r.ids)], r.labels)
+        for r, part in zip(ROWS, hidden_part, strict=True)
+    ]
+    for config, hidden in [(replace(CONFIG, sees=sees, hides=hides), True), (CONFIG, False)]:
         ends = [rows_of(passes(model, rows, config=config, replace=fixed)[0]) for rows in (ROWS, other)]
         for row, mine, theirs in zip(ROWS, *ends, strict=True):
             if LATENT in row.ids:
@@ -474,6 +482,8 @@ def test_the_cache_goes_on_in_forward(plain):
         (lambda m: PassConfig(latent_id=1, slots="wait"), "slots is 'wait'"),
         (lambda m: PassConfig(latent_id=1, sees="nothing"), "sees is 'nothing'"),
         (lambda m: PassConfig(latent_id=1, slots="pause", sees="last"), "use 'pause_multi'"),
+        (lambda m: PassConfig(latent_id=1, hides=2), "hides is 2"),
+        (lambda m: PassConfig(latent_id=1, sees="last", hides=0), "hides is 0"),
         (lambda m: PassConfig(latent_id=1, depth=-1), "0 or more"),
         (lambda m: replacement("swap", passes(m)[0]), "'swap' is unknown"),
         (lambda m: replacement("other", passes(m)[0]), "different numbers of latents"),

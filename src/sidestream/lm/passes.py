@@ -44,6 +44,9 @@ class PassConfig:
     """What a row's first slot and everything after it can attend to. `all`: the whole text. `latents`: nothing before
     the first slot, so that the question travels through the latents only. `last`: nothing before the latest slot, so
     that it travels through that slot's embedding (hidden state and concept stream) only."""
+    hides: int | None = None
+    """What `sees` hides of the text before the first slot: its last so many tokens, or with None all of it. A question
+    that ends in a query can so keep its table in view."""
     depth: int | None = None
     """Use the first `depth` slots of each row and take the others out, as if they had not been written. With 0 a row
     is a row without latents."""
@@ -55,6 +58,8 @@ class PassConfig:
             raise ValueError(f"PassConfig.sees is {self.sees!r}; use 'all', 'latents' or 'last'")
         if self.slots == "pause" and self.sees != "all":
             raise ValueError("PassConfig.slots 'pause' is one forward and cannot hide text; use 'pause_multi'")
+        if self.hides is not None and (self.sees == "all" or self.hides < 1):
+            raise ValueError(f"PassConfig.hides is {self.hides}; it counts tokens, 1 or more, that `sees` is to hide")
         if self.depth is not None and self.depth < 0:
             raise ValueError(f"PassConfig.depth is {self.depth}; it counts latents, 0 or more")
 
@@ -147,7 +152,7 @@ def latent_passes(
         if attached is not None and cache.latent is not None and cache.latent.goal is not None:
             ids = input_ids[:, start - before : end - before]
             terms, cache.latent = attached._advance(cache.latent, ids, mask[:, :end], cache)
-        visible = _visible(mask[:, :end], slots[:, : start + 1], config.sees)
+        visible = _visible(mask[:, :end], slots[:, : start + 1], config)
         feed = {"inputs_embeds": embed, "attention_mask": visible, CACHE_NAME: cache, "use_cache": True}
         if takes(lm.base_model, "position_ids"):
             feed["position_ids"] = positions[:, start:end]
@@ -296,17 +301,20 @@ def _columns(
     return mask, slots
 
 
-def _visible(mask: Tensor, slots: Tensor, sees: str) -> Tensor:
+def _visible(mask: Tensor, slots: Tensor, config: PassConfig) -> Tensor:
     """`mask` (B, end) without what a piece that starts at the last column of `slots` (B, start + 1) must not see."""
-    if sees == "all":
+    if config.sees == "all":
         return mask
     columns = torch.arange(mask.shape[1], device=mask.device)
     # Column 0 is never a slot, so 0 stands for none yet: such a row sees everything.
-    if sees == "latents":
-        oldest = slots.to(torch.uint8).argmax(dim=1)  # (B,)
-    else:
-        oldest = torch.where(slots, columns[: slots.shape[1]], 0).amax(dim=1)
-    return mask * (columns >= oldest[:, None])
+    first = slots.to(torch.uint8).argmax(dim=1)[:, None]  # (B, 1)
+    oldest = first
+    if config.sees == "last":
+        oldest = torch.where(slots, columns[: slots.shape[1]], 0).amax(dim=1, keepdim=True)
+    seen = columns >= oldest
+    if config.hides is not None:
+        seen = seen | (columns < first - config.hides)
+    return mask * seen
 
 
 def _as_wide(lm: Any, hidden: Tensor, embeds: Tensor) -> Tensor:

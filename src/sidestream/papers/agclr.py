@@ -77,6 +77,8 @@ class LatentTask:
     """How it is optimised; its steps are those of all stages together."""
     sees: Literal["all", "latents", "last"] = "all"
     """What the first latent and everything after it can attend to (`PassConfig.sees`)."""
+    hides: int | None = None
+    """How many tokens before the first latent that hides from it; null for all (`PassConfig.hides`)."""
     gates: Literal["gsm8k", "prosqa"] = "gsm8k"
     """Where the gates of a stream start (`StreamConfig.init`)."""
 

@@ -203,6 +203,7 @@ class LatentModels:
             # One forward cannot hide text; pass by pass the numbers are the same.
             slots="pause_multi" if spec.slots == "pause" and training.sees != "all" else spec.slots,
             sees=training.sees,
+            hides=training.hides,
         )
         if spec.stream is not None:
             init = spec.stream.init if spec.stream.init == "identity" else training.gates
@@ -225,30 +226,33 @@ class LatentModels:
         epoch = len(self.examples(task, "train")) // training.loop.batch_size
         return training.curriculum.calls(training.loop.steps, epoch)
 
-    def shared_calls(self, task: str) -> list[Call]:
-        """The calls of stage 0, which sees no latents: there all arms with the curriculum are one model, trained once.
+    def shared_calls(self, task: str, arm: str = "coconut") -> list[Call]:
+        """The calls of stage 0, all steps and no latents, if the arm takes them from the folder that arms share.
 
-        There are none where the optimiser outlives the stage.
+        There all arms with the curriculum are one model, which is trained once. There are none where the optimiser
+        outlives the stage.
         """
-        return [call for call in self.calls(task) if call.stage == 0]
+        # CHOICE(AGCLR, Training): without a pretrained model, arms without the curriculum (no-CoT, pause) start from
+        # the same weights, or they would have to learn the look-up from answers alone, which GPT-2 has not to.
+        mine = ARMS[arm].text == "latent" or self.experiment.base is None
+        return [call for call in self.calls(task) if call.stage == 0] if mine else []
 
     def folders(self, task: str, arm: str = SHARED) -> list[tuple[Path, int]]:
         """Folders of the calls that are an arm's own (or that arms share) and their steps, for the progress display."""
-        shared = self.shared_calls(task)
+        calls = self.shared_calls(task)
         if arm != SHARED:
-            own = self.calls(task)
-            shared = own[len(shared) :] if ARMS[arm].text == "latent" else own
-        return [(self.trained / task / arm / call.name, call.steps) for call in shared]
+            calls = self.calls(task)[len(self.shared_calls(task, arm)) :]
+        return [(self.trained / task / arm / call.name, call.steps) for call in calls]
 
     def share(self, task: str) -> None:
         """Train the calls that arms share, as far as the directory lacks them."""
-        if any(ARMS[arm].text == "latent" for arm in self.experiment.arms if arm in ARMS):
+        if any(self.shared_calls(task, arm) for arm in self.experiment.arms if arm in ARMS):
             self._train(task, "coconut", self.fresh(task, "coconut"), SHARED, self.shared_calls(task))
 
     def load(self, task: str, arm: str) -> LatentLM:
         """An arm, trained as far as the directory lacks it, in evaluation mode."""
         module, calls = self.fresh(task, arm), self.calls(task)
-        shared = self.shared_calls(task) if ARMS[arm].text == "latent" else []
+        shared = self.shared_calls(task, arm)
         if shared:
             self.share(task)
             self._load_shared(task, module, shared[-1])
@@ -281,7 +285,7 @@ class LatentModels:
 
     def at_stages(self, task: str, arm: str, module: LatentLM) -> Iterator[tuple[int, LatentLM]]:
         """The module with the weights it had after each stage whose weights were kept, the last one last."""
-        shared = len(self.shared_calls(task)) if ARMS[arm].text == "latent" else 0
+        shared = len(self.shared_calls(task, arm))
         for number, call in enumerate(self.calls(task)):
             if call.ends_stage:
                 if number < shared:
