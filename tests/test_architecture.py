@@ -16,7 +16,8 @@ LAYERS = {
     "papers": {"papers", "evaluation", "training", "lm", "channels", "tasks"},
     "__init__": {"lm", "channels"},
 }
-LAYERS["cli"] = LAYERS["__main__"] = {*LAYERS["papers"], "cli", "__init__"}
+LAYERS["commands"] = {*LAYERS["papers"], "commands", "__init__"}
+LAYERS["cli"] = LAYERS["__main__"] = {*LAYERS["commands"], "cli"}
 TORCH = {"torch", "jaxtyping"}
 # What a layer may import from outside the standard library, where that is part of its promise.
 OUTSIDE = {"channels": TORCH, "tasks": {"numpy", "datasets"}}

@@ -12,6 +12,8 @@ import typing
 import warnings
 from argparse import SUPPRESS
 from dataclasses import fields, is_dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +23,7 @@ TABLES = {
     "lsar.table1": "Treasure Hunt: item and passcode recalled after the prompt left the window (LS-AR Table 1, Fig. 4)",
     "lsar.table3": "Blocksworld: goals reached after K perturbations, N blocks, W tokens in view (LS-AR Table 3)",
     "lsar.table5": "Text says goal A, vector goal B: whose is reached, over the share of masked text (LS-AR Table 5)",
+    "audit": "Attacks on the text and on the vector of a model with a goal channel, under every defence",
     "agclr.table1": "Latent reasoning: accuracy of every method, CoT to CoCoNuT and AGCLR (AGCLR's main table)",
     "agclr.ablations": "The concept stream without a gate, with random ones, or something else in its place (AGCLR)",
     "agclr.retention": "What later latent passes have in common with the first, and how far the gates open (AGCLR)",
@@ -42,6 +45,10 @@ COSTS = {
         "cpu": "about an hour on 2 CPU cores",
         "paper": "days on one GPU",
     },
+    "audit": {
+        "smoke": "a minute on 2 CPU cores",
+        "cpu": "about half an hour on 2 CPU cores for the models of lsar.table5",
+    },
     # An arm is the same training in each of these tables: with one --models for all, it is trained once.
     **dict.fromkeys(
         ("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"),
@@ -54,23 +61,33 @@ COSTS = {
 }
 SCALES = ("smoke", "cpu", "paper")
 
+OUTER = {"train": "train", "eval": "evaluate", "generate": "generate"}
+"""Command -> its module in `sidestream.commands`."""
+
 HELP = """usage: sidestream COMMAND ...
 
 commands:
+  train         a goal channel for your model and your goals (sidestream train --model DIR --data goals.jsonl --out run)
+  eval          what that channel is worth once the goal has left the window
+  generate      text with a goal in the channel, streamed
+
   run TABLE     train and evaluate one table, end with a report   (sidestream run lsar.table1 --scale cpu)
+  audit MODEL   attack both channels of a trained model, under every defence, end with a report
   tables        what can be run, and what it costs
   solve FILE... plans for PDDL Blocksworld problems, by a model that lsar.table3 has trained
   report DIR    write the report of a finished run directory again
   readme        write the tables of a README from committed results files
 
-`sidestream run TABLE --help` lists every setting of that table. sidestream --version tells the version.
+`sidestream run TABLE --help` lists every setting of that table, `sidestream train --help` those of training.
+sidestream --version tells the version.
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status. A user's mistake is one line on stderr and status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"run": _run, "tables": _tables, "report": _report, "readme": _readme, "solve": _solve}
+    commands = {"run": _run, "audit": _audit, "tables": _tables, "report": _report, "readme": _readme, "solve": _solve}
+    commands |= {name: partial(_outer, module) for name, module in OUTER.items()}
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -88,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'a file'}: {error.strerror or error}")
     except KeyboardInterrupt:
-        after = "; run the same command with --resume to go on" if words[0] == "run" else ""
+        after = "; run the same command with --resume to go on" if words[0] in ("run", "train") else ""
         print(f"\nsidestream: stopped{after}", file=sys.stderr)
         return 130
 
@@ -101,6 +118,11 @@ def _complain(what: object) -> int:
 def _nearest(word: str, known: Any) -> str:
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {found[0]!r}?" if found else ""
+
+
+def _outer(module: str, words: list[str]) -> int:
+    _quiet()
+    return import_module(f"sidestream.commands.{module}").run(words, _Parser, _add_fields)
 
 
 # ---------------------------------------------------------------- run
@@ -140,6 +162,15 @@ def _run(words: list[str]) -> int:
     )
 
 
+def _audit(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        from sidestream.papers.audit import HELP as AUDIT_HELP
+
+        print(AUDIT_HELP)
+        return _run(["audit", "--help"])
+    return _run(["audit", "--model", *words])
+
+
 def _table(name: str) -> tuple[Any, Any, Any]:
     """What builds the table's experiment at a scale, the experiment's class, and what runs it."""
     if name == "lsar.table1":
@@ -151,6 +182,11 @@ def _table(name: str) -> tuple[Any, Any, Any]:
         from sidestream.papers.authority_run import run_table5
 
         return table5, Table5, run_table5
+    if name == "audit":
+        from sidestream.papers.audit import Audit, audit
+        from sidestream.papers.audit_run import run_audit
+
+        return audit, Audit, run_audit
     if name.startswith("agclr."):
         from sidestream.papers import agclr
         from sidestream.papers.agclr_run import run_latent

@@ -99,8 +99,10 @@ def train(
     resume: bool = False,
     tags: dict[str, Any] | None = None,
     rates: dict[str, float] | None = None,
+    accumulate: int = 1,
+    processes: int = 1,
 ) -> None:
-    """Train `module` in place for `config.steps` steps, where it is (CPU or one GPU). It is left in evaluation mode.
+    """Train `module` in place for `config.steps` steps, where it is (CPU or GPU). It is left in evaluation mode.
 
     Killed at any moment and called again with `resume`, on a CPU it ends with the same bits as if nothing had happened,
     and with the same metrics.jsonl but for the seconds.
@@ -114,18 +116,30 @@ def train(
         label: shown at the progress bar; empty shows none.
         resume: load `final` if the stage is finished, else go on from the newest intact checkpoint, if there is one.
         tags: added to every line of metrics.jsonl.
-        rates: factors on the learning rate of parameters, by the last part of their name.
+        rates: factors on the learning rate of parameters, by the last part of their name, or, where a key ends with a
+            dot, by its beginning.
+        accumulate: parts in which a process takes its rows of a step. A step's loss is the mean over all parts.
+        processes: how many processes this is meant to run in. With torchrun and N of them, the rows of a step go to
+            the processes in order, and gradients are averaged (DDP): the same step as in one, if the module's loss
+            averaged over equal parts is that of the whole.
 
     Raises:
-        ValueError: the directory holds training already and `resume` is off, more than one process, or gradient
-            checkpointing of a module that has no blocks.
+        ValueError: the directory holds training already and `resume` is off, another number of processes than meant,
+            rows that do not divide into the parts, or gradient checkpointing of a module that has no blocks.
         TrainingStopped: the loss or its gradient is not finite (the batch is saved), a checkpoint cannot be written
             (the one before stays), or the checkpoints found are damaged.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but training runs in one process; start it without a launcher"
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != processes:
+        way = (
+            "start it without a launcher" if processes == 1 else f"start it with torchrun --nproc_per_node {processes}"
         )
+        raise ValueError(f"WORLD_SIZE is {world}, but this training runs in {processes} process(es); {way}")
+    if config.batch_size % (accumulate * processes):
+        raise ValueError(
+            f"batch_size {config.batch_size} does not divide into {processes} process(es) x {accumulate} part(s)"
+        )
+    first_rank = int(os.environ.get("RANK", "0")) == 0
     if not resume and (checkpoints(directory) or (directory / FINAL).exists()):
         raise ValueError(f"{directory} holds training already; go on with resume, or choose another directory")
     if (directory / FINAL).exists():
@@ -144,8 +158,15 @@ def train(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         step, checkpoint = newest_checkpoint(directory)
-        with closing(_Log(directory / "metrics.jsonl", tags or {}, label, step)) as log:
-            arguments = _arguments(config, directory, seed, on_cpu=next(module.parameters()).device.type == "cpu")
+        with closing(_Log(directory / "metrics.jsonl", tags or {}, label if first_rank else "", step)) as log:
+            arguments = _arguments(
+                config,
+                directory,
+                seed,
+                on_cpu=next(module.parameters()).device.type == "cpu",
+                rows=config.batch_size // (accumulate * processes),
+                accumulate=accumulate,
+            )
             torch.manual_seed(seed)
             module.train()
             if config.gradient_checkpointing:
@@ -167,16 +188,21 @@ def train(
         if config.gradient_checkpointing:
             module.gradient_checkpointing_disable()  # type: ignore[operator]
         module.eval()
-    _save(directory / FINAL, lambda folder: save_model(module, str(folder / WEIGHTS)), "the finished weights")
-    for path in checkpoints(directory).values():
-        shutil.rmtree(path)
+    if first_rank:
+        _save(directory / FINAL, lambda folder: save_model(module, str(folder / WEIGHTS)), "the finished weights")
+        for path in checkpoints(directory).values():
+            shutil.rmtree(path)
+    trainer.accelerator.wait_for_everyone()
 
 
-def _arguments(config: LoopConfig, directory: Path, seed: int, *, on_cpu: bool) -> TrainingArguments:
+def _arguments(
+    config: LoopConfig, directory: Path, seed: int, *, on_cpu: bool, rows: int, accumulate: int
+) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(directory),
         max_steps=config.steps,
-        per_device_train_batch_size=config.batch_size,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulate,
         learning_rate=config.learning_rate,
         warmup_steps=round(config.warmup * config.steps),
         lr_scheduler_type="linear",
@@ -224,12 +250,12 @@ class _StageTrainer(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = super().create_optimizer(*args, **kwargs)
-        names = {id(p): name.rsplit(".", 1)[-1] for name, p in self.model.named_parameters()}  # type: ignore[union-attr]
+        names = {id(p): name for name, p in self.model.named_parameters()}  # type: ignore[union-attr]
         for group in list(optimizer.param_groups):
-            for ending, factor in self.rates.items():
-                own = [p for p in group["params"] if names[id(p)] == ending]
+            for key, factor in self.rates.items():
+                own = [p for p in group["params"] if _is_meant(names[id(p)], key)]
                 if own:
-                    group["params"] = [p for p in group["params"] if names[id(p)] != ending]
+                    group["params"] = [p for p in group["params"] if not _is_meant(names[id(p)], key)]
                     optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * factor})
         return optimizer
 
@@ -255,9 +281,12 @@ class _StageTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         directory, step = Path(str(self.args.output_dir)), self.state.global_step
+        if not self.is_world_process_zero():
+            return self.accelerator.wait_for_everyone()
         _save(directory / f"checkpoint-{step}", self._fill, f"the checkpoint of step {step}")
         for path in list(checkpoints(directory).values())[KEPT:]:
             shutil.rmtree(path, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
 
     def _fill(self, folder: Path) -> None:
         save_model(self.accelerator.unwrap_model(self.model), str(folder / WEIGHTS))
@@ -277,6 +306,10 @@ class _StageTrainer(Trainer):
             load_generators(Path(checkpoint))
 
 
+def _is_meant(name: str, key: str) -> bool:
+    return name.startswith(key) if key.endswith(".") else name.rsplit(".", 1)[-1] == key
+
+
 class _Log(TrainerCallback):
     """metrics.jsonl, and a progress bar with the time left and the current loss.
 
@@ -286,7 +319,8 @@ class _Log(TrainerCallback):
     def __init__(self, path: Path, tags: dict[str, Any], label: str, first: int) -> None:
         self.path, self.tags, self.label, self.first = path, tags, label, first
         kept = [line for line in _lines(path) if line["step"] <= first]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        if int(os.environ.get("RANK", "0")) == 0:
+            path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self.start = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -314,7 +348,7 @@ class _Log(TrainerCallback):
         control.should_log |= control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **_: Any) -> None:
-        if not logs or "loss" not in logs:
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
         self.progress.update(self.task, loss=f"{float(logs['loss']):.3f}")
         numbers = {name: float(logs[name]) for name in ("loss", "grad_norm", "learning_rate")}

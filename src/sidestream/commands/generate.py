@@ -1,0 +1,107 @@
+"""`sidestream generate`: text from a trained channel, as it comes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ABOUT = """Continue a prompt with the goal in the channel. Tokens are printed as they come. With --window W the model
+sees the last W tokens of the text and nothing older; the goal stays. Without --goal the base model speaks."""
+
+
+def load_run(model: str, base: str | None) -> tuple[Any, dict[str, Any]]:
+    """The attached model of a run with its tokenizer, on a GPU if there is one, and the settings it was trained with.
+
+    Raises:
+        ValueError: no saved channel, another base model, or a base model without a tokenizer.
+    """
+    import torch
+
+    import sidestream
+    from sidestream.lm.base import load_base, load_tokenizer
+
+    if base is None:
+        attached = sidestream.load(model)
+    else:
+        attached = sidestream.load(model, load_base(base), tokenizer=load_tokenizer(base))
+    if attached.tokenizer is None:
+        raise ValueError(f"the base model of {model} comes without a tokenizer; name one that has it with --base")
+    if torch.cuda.is_available():
+        attached.to("cuda")
+    record = Path(model) / "experiment.json"
+    settings = json.loads(record.read_text(encoding="utf-8"))["config"] if record.exists() else {}
+    return attached.eval(), settings
+
+
+def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
+    """Generate once. Returns the exit status."""
+    parser = parser_class(
+        prog="sidestream generate",
+        usage="sidestream generate --model DIR --goal TEXT --prompt TEXT [--window W] [--temperature T]",
+        description=ABOUT,
+        default_env=False,
+        allow_abbrev=False,
+    )
+    options: dict[str, tuple[Any, Any, str]] = {
+        "model": (str | None, None, "what `sidestream train` wrote"),
+        "base": (str | None, None, "the base model, where it is no longer where the file says"),
+        "goal": (str | None, None, "what the channel is to hold; null leaves it closed"),
+        "prompt": (str | None, None, "the text to continue, or @FILE"),
+        "chat": (bool, False, "the prompt is a message of the user's: the chat template goes around it"),
+        "window": (int | None, None, "W, the tokens in view; null: all"),
+        "policy": (
+            str,
+            "reindex",
+            "how the window moves: reindex (exact: nothing older than W reaches the model; a forward pass of W tokens "
+            "for each new one) or rolling (one token a step; for models that were trained with a sliding window)",
+        ),
+        "max_new_tokens": (int, 128, "at most this many"),
+        "temperature": (float, 0.0, "0 takes the likeliest token; above, tokens are drawn"),
+        "top_p": (float, 1.0, "draw among the likeliest tokens that have this probability together"),
+        "seed": (int, 0, "of drawing"),
+    }
+    for name, (kind, default, about) in options.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=about)
+    parser.types = {name: kind for name, (kind, _, _) in options.items()}
+    given = parser.parse_args(words)
+    for name in ("model", "prompt"):
+        if not getattr(given, name):
+            raise ValueError(f"--{name} is missing; see `sidestream generate --help`")
+    if given.temperature < 0 or not 0 < given.top_p <= 1:
+        raise ValueError("--temperature must be 0 or above, and --top_p above 0 and at most 1")
+    prompt = given.prompt
+    if prompt.startswith("@"):
+        prompt = Path(prompt[1:]).read_text(encoding="utf-8")
+
+    import torch
+
+    from sidestream.lm.base import text_streamer
+    from sidestream.lm.cache import Window
+
+    window = None if given.window is None else Window(size=given.window, policy=given.policy)
+    model, _ = load_run(given.model, given.base)
+    tokenizer: Any = model.tokenizer
+    if given.chat:
+        if not tokenizer.chat_template:
+            raise ValueError("--chat needs a model with a chat template; leave it out")
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not given.chat).to(model.device)
+    if not encoded["input_ids"].shape[1]:
+        raise ValueError("the prompt has no token")
+    torch.manual_seed(given.seed)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if given.temperature:
+        sampling = {"do_sample": True, "temperature": given.temperature, "top_p": given.top_p}
+    model.generate(
+        encoded["input_ids"],
+        attention_mask=encoded["attention_mask"],
+        goal=given.goal,
+        window=window,
+        max_new_tokens=given.max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        streamer=text_streamer(tokenizer),
+        **sampling,
+    )
+    return 0

@@ -1,0 +1,155 @@
+"""`sidestream train`: a goal channel for a model and a file of goals."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sidestream.papers.experiment import from_json, open_run, record_call
+from sidestream.tasks.goals import goals_hash, read_goals
+
+ABOUT = """Train a goal channel: the model is frozen, its goal becomes one vector that FiLM feeds to every block.
+--data is JSONL: {"goal": text, "trajectory": text} or {"goal": text, "messages": [{"role", "content"}, ...]}, and
+optionally "answer", the span to score. A glob, a .json list, .gz files and hub:owner/name work too. The goal need not
+be in the trajectory: the channel holds it. Stopped at any moment, the same command with --resume goes on."""
+
+
+def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
+    """Train, save, write the model card. Returns the exit status."""
+    from sidestream.training.finetune import FinetuneConfig
+    from sidestream.training.loop import TrainingStopped
+
+    parser = parser_class(
+        prog="sidestream train",
+        usage="sidestream train --model DIR|HUB_ID|FILE.gguf --data FILE.jsonl --out DIR [--lora|--full] [--resume]",
+        description=ABOUT,
+        default_env=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="read fields from a YAML or JSON file")
+    options: dict[str, tuple[Any, Any, str]] = {
+        "model": (str | None, None, "the base model: a folder, a hub id or a .gguf file"),
+        "data": (str | None, None, "file, glob or hub:owner/name[:config]"),
+        "split": (str, "train", "which split of a hub data set"),
+        "out": (str, "run", "folder for what is trained"),
+        "dtype": (str, "float32", "of the frozen base model: float32 or bfloat16"),
+        "processes": (int | None, None, "how many torchrun was asked for; null: take what is there"),
+    }
+    for name, (kind, default, about) in options.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=about)
+    for name, about in {
+        "lora": "train LoRA adapters too",
+        "full": "train the whole model too",
+        "resume": "go on with a run that was stopped",
+    }.items():
+        parser.add_argument(f"--{name}", action="store_true", help=about)
+    parser.types = {name: kind for name, (kind, _, _) in options.items()}
+    add_fields(parser, FinetuneConfig(), "", "training")
+    given = parser.parse_args(words).as_dict()
+    extra = {name: given.pop(name) for name in (*options, "config", "lora", "full", "resume")}
+    if extra["lora"] and extra["full"]:
+        raise ValueError("--lora and --full exclude each other: adapters, or the whole model")
+    for name in ("model", "data"):
+        if not extra[name]:
+            raise ValueError(f"--{name} is missing; see `sidestream train --help`")
+    config = from_json(FinetuneConfig, given)
+    if extra["lora"] or extra["full"]:
+        config = replace(config, method="lora" if extra["lora"] else "full")
+    try:
+        return _train(config, extra, "sidestream train " + shlex.join(word for word in words if word != "--resume"))
+    except TrainingStopped as error:
+        raise ValueError(str(error)) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRun:
+    """What a run directory belongs to."""
+
+    model: str
+    """The base model."""
+    data: str
+    """Where the records came from."""
+    data_hash: str
+    """sha256 of the records."""
+    config: Any
+    """The settings."""
+
+
+def _train(config: Any, extra: dict[str, Any], command: str) -> int:
+    import torch
+
+    from sidestream.lm.base import load_base, load_tokenizer
+    from sidestream.lm.card import write_card
+    from sidestream.lm.saving import MODEL_FOLDER
+    from sidestream.training.finetune import TRAINED, finetune
+
+    records = read_goals(extra["data"], split=extra["split"])
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    processes = world if extra["processes"] is None else extra["processes"]
+    if processes != world:
+        raise ValueError(
+            f"--processes {processes} and WORLD_SIZE is {world}: start it with torchrun --nproc_per_node {processes} "
+            "-m sidestream train ... (accelerate launch --cpu starts one process, whatever it is told)"
+        )
+    if extra["dtype"] not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype is {extra['dtype']!r}; use float32 or bfloat16")
+    if extra["dtype"] == "bfloat16" and config.method == "full":
+        raise ValueError("--dtype bfloat16 is for a base model that stays as it is; with --full use --precision bf16")
+    out = Path(extra["out"])
+    # A folder is found again from anywhere; a hub id is no path.
+    model_name = str(Path(extra["model"]).resolve()) if Path(extra["model"]).exists() else extra["model"]
+    tokenizer = load_tokenizer(model_name)
+    lm = load_base(model_name, dtype=getattr(torch, extra["dtype"])).to(_device())  # type: ignore[arg-type]
+    digest = goals_hash(records)
+    if rank == 0:
+        described = TrainRun(model=model_name, data=extra["data"], data_hash=digest, config=config)
+        open_run(out, described, resume=extra["resume"])
+        origin = record_call(out, command, digest)
+        _say(records, lm, config, processes, world)
+    model = finetune(lm, tokenizer, records, config, out, resume=True, processes=processes, show=rank == 0)
+    if rank > 0:
+        return 0
+    if config.method == "full":
+        lm.save_pretrained(out / MODEL_FOLDER)
+        tokenizer.save_pretrained(out / MODEL_FOLDER)
+    model.save_pretrained(out)
+    facts = {**origin, "model": model_name, "data": extra["data"], "records": len(records), "method": config.method}
+    write_card(out, facts, _last_loss(out / TRAINED / "metrics.jsonl"))
+    print(f"saved {out}. Next:")
+    print(f"  sidestream eval --model {out} --data {extra['data']}")
+    print(f"  sidestream generate --model {out} --goal '...' --prompt '...' --window {config.window}")
+    return 0
+
+
+def _device() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _say(records: list[Any], lm: Any, config: Any, processes: int, world: int) -> None:
+    """What is about to happen, before anything does."""
+    count = sum(parameter.numel() for parameter in lm.parameters()) / 1e6
+    trained = {"channel": "frozen", "lora": f"with LoRA of rank {config.rank}", "full": "trained as a whole"}
+    rows = config.batch_size // (world * config.accumulate)
+    how = "one process" if world == 1 else f"DDP over {world} processes"
+    parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
+    print(
+        f"{len(records)} records; {type(lm).__name__}, {count:.1f}M parameters, {trained[config.method]}; {how} on "
+        f"{lm.device.type}, {rows} rows each{parts}; {config.steps} steps of {config.batch_size} rows, "
+        f"W = {config.window}",
+        file=sys.stderr,
+    )
+
+
+def _last_loss(path: Path) -> dict[str, Any]:
+    import json
+
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return json.loads(lines[-1]) if lines else {}

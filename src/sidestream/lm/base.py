@@ -1,0 +1,228 @@
+"""Base models as users name them: a folder, a hub id, or a GGUF file; with LoRA adapters in them, if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
+from transformers.pytorch_utils import Conv1D
+
+from sidestream.channels import mean_pool
+from sidestream.lm.blocks import decoder_blocks
+from sidestream.lm.reading import goal_ids as padded
+
+ADAPTER = "default"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+GGUF = ".gguf"
+
+
+def load_base(name: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal LM from a folder, a hub id or a GGUF file (weights unpacked; needs the package `gguf`).
+
+    Raises:
+        ValueError: it cannot be had, or is no causal LM.
+    """
+    where, options = _place(name)
+    if options:
+        options["quantization_config"] = GgufConfig(dequantize=True)  # else it could not be saved
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(f"cannot load the model {str(name)!r}: {_first_line(error)}") from None
+    if options:
+        # Whoever reads the name loads the same file; the folder alone would be another model, or none.
+        model.config._name_or_path = str(name)
+    return model
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with a base model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    where, options = _place(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {_first_line(error)}") from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _place(name: str | Path) -> tuple[str, dict[str, Any]]:
+    if str(name).endswith(GGUF):
+        path = Path(name)
+        return str(path.parent), {"gguf_file": path.name}
+    return str(name), {}
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Messages to text in the model's own form; None where it has none."""
+    if not tokenizer.chat_template:
+        return None
+    return lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def offsets(tokenizer: PreTrainedTokenizerBase, *, special: bool) -> Any:
+    """Text to its token ids and the characters each covers, with or without the tokens that a text begins with.
+
+    Raises:
+        ValueError: a tokenizer that cannot tell (one written in Python).
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not say which characters a token covers; use a fast tokenizer"
+        )
+
+    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        return found["input_ids"], found["offset_mapping"]
+
+    return encode
+
+
+def text_streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
+    """Prints a text while it is generated, without its prompt."""
+    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+
+
+@contextmanager
+def first_blocks(lm: nn.Module, count: int) -> Iterator[None]:
+    """Run only the first blocks of a decoder: what reads an early layer need not compute the later ones.
+
+    Not for a model that other threads use at the same time.
+    """
+    name, blocks = decoder_blocks(lm)
+    parent, _, attribute = name.rpartition(".")
+    holder = lm.get_submodule(parent)
+    setattr(holder, attribute, blocks[: max(1, count)])
+    try:
+        yield
+    finally:
+        setattr(holder, attribute, blocks)
+
+
+@torch.no_grad()
+def pooled_goals(model: Any, goal_ids: Sequence[Sequence[int]], batch_size: int = 64) -> Tensor:
+    """(N, E) pooled states of goals on the CPU, through no more blocks than that takes.
+
+    Raises:
+        ValueError: a goal is empty.
+    """
+    layer = model.channel.config.pool_layer
+    depth = len(decoder_blocks(model.lm)[1])
+    parts = []
+    # One block more than asked for: the last state of a stack is normalised, those before are not.
+    with first_blocks(model.lm, depth if layer < 0 else min(layer + 1, depth)):
+        for start in range(0, len(goal_ids), batch_size):
+            ids, mask = padded([list(row) for row in goal_ids[start : start + batch_size]], None, None, model.device)
+            parts.append(mean_pool(model.goal_hidden(ids, mask), mask.bool()).float().cpu())
+    return torch.cat(parts)
+
+
+def add_lora(lm: PreTrainedModel, *, rank: int, first_block: int) -> None:
+    """Put trainable LoRA adapters into every linear layer of the blocks from `first_block` on (needs `peft`).
+
+    Blocks below stay as they are: a goal encoder that pools an early layer reads with the base model's own weights.
+
+    Raises:
+        ValueError: the package is missing, or there is nothing to adapt.
+    """
+    name, blocks = decoder_blocks(lm)
+    found = {
+        f"{name}.{index}.{inner}": module
+        for index, block in enumerate(blocks)
+        if index >= first_block
+        for inner, module in block.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+    if not found:
+        raise ValueError(f"{type(lm).__name__} has no linear layer from block {first_block} on, for LoRA to adapt")
+    peft = _peft()
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(found),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in found.values()),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=lm.config.name_or_path,
+    )
+    # Not `lm.add_adapter`: what transformers asks of the version of peft moves faster than what peft does here.
+    peft.inject_adapter_in_model(settings, lm, ADAPTER)
+
+
+def has_lora(lm: nn.Module) -> bool:
+    """Whether the model carries LoRA adapters."""
+    return any(".lora_A." in name for name, _ in lm.named_parameters())
+
+
+def save_lora(lm: PreTrainedModel, directory: Path) -> None:
+    """Write the adapters in PEFT's own format, `adapter_config.json` and safetensors.
+
+    Raises:
+        ValueError: the adapters have another name than PEFT's default one: only that is saved.
+    """
+    configs: Any = lm.peft_config
+    if set(configs) != {ADAPTER}:
+        raise ValueError(f"the model carries adapters {sorted(configs)}; one with the name {ADAPTER!r} can be saved")
+    weights = {name: tensor for name, tensor in lm.state_dict().items() if ".lora_" in name}
+    directory.mkdir(parents=True, exist_ok=True)
+    # PEFT's files name a weight as its wrapper does, and leave the adapter's own name out.
+    kept = {f"base_model.model.{_without_name(n)}": t.detach().cpu().contiguous() for n, t in weights.items()}
+    save_file(kept, directory / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    configs[ADAPTER].save_pretrained(str(directory))
+
+
+def load_lora(lm: PreTrainedModel, directory: Path) -> None:
+    """Put saved LoRA adapters in, frozen.
+
+    Raises:
+        ValueError: the package `peft` is missing, or the folder holds no adapter of this model.
+    """
+    peft = _peft()
+    try:
+        settings = peft.PeftConfig.from_pretrained(str(directory))
+        weights = load_file(directory / _ADAPTER_WEIGHTS)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ValueError(f"cannot load the LoRA adapter in {directory}: {_first_line(error)}") from None
+    peft.inject_adapter_in_model(settings, lm, ADAPTER)
+    own = {f"base_model.model.{_without_name(n)}": p for n, p in lm.named_parameters() if ".lora_" in n}
+    if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in weights.items()}:
+        raise ValueError(f"the LoRA adapter in {directory} does not fit {type(lm).__name__}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+            parameter.requires_grad_(False)
+
+
+def _without_name(weight: str) -> str:
+    return weight.replace(f".{ADAPTER}.", ".")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ValueError("LoRA needs the package peft: pip install 'sidestream[peft]'") from None
+    return peft
