@@ -261,13 +261,16 @@ class LatentModels:
 
     def _train(self, task: str, arm: str, module: LatentLM, folder: str, calls: list[Call]) -> None:
         e, form, training = self.experiment, self.form(task), self.experiment.training(task)
+        loop = training.loop
+        if calls and calls[0].stage > 0:
+            loop = replace(loop, learning_rate=loop.learning_rate * training.later_rate)
         train_curriculum(
             module,
             self.encoded(task, "train"),
             ARMS[arm].text,
             training.curriculum,
             form.layout,
-            training.loop,
+            loop,
             self.trained / task / folder,
             seed=e.seed,
             pad_id=form.pad_id,

@@ -251,9 +251,12 @@ def _notes(e: LatentExperiment, directory: Path) -> list[str]:
             f"{e.prosqa_data.nodes} nodes and a small model from scratch."
         )
     if "masked" in e.tasks:
-        hidden = "the latest latent" if e.training("masked").sees == "last" else "the first latent"
+        masked = e.training("masked")
+        hidden = "the latest latent" if masked.sees == "last" else "the first latent"
+        seen = "nothing" if masked.hides is None else f"the question without its last {masked.hides} words, the query"
         notes.append(
-            f"`masked`: later passes and the answer see nothing before {hidden}; the answer needs f^k(x) and f(x)."
+            f"`masked`: of what stands before {hidden}, later passes and the answer see {seen}; the answer needs "
+            "f^k(x) and f(x)."
         )
     if e.table == "agclr.controls":
         notes.append(
