@@ -32,7 +32,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     )
     parser.add_argument("--config", action="config", help="read fields from a YAML or JSON file")
     options: dict[str, tuple[Any, Any, str]] = {
-        "model": (str | None, None, "the base model: a folder, a hub id or a .gguf file"),
+        "model": (str | None, None, "the base model: a folder, a hub id, a .gguf file, or package:NAME that holds one"),
         "data": (str | None, None, "file, glob or hub:owner/name[:config]"),
         "split": (str, "train", "which split of a hub data set"),
         "out": (str, "run", "folder for what is trained"),

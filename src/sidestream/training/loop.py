@@ -203,6 +203,7 @@ def _arguments(
         max_steps=config.steps,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=accumulate,
+        ddp_find_unused_parameters=False,
         learning_rate=config.learning_rate,
         warmup_steps=round(config.warmup * config.steps),
         lr_scheduler_type="linear",
