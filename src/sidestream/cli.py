@@ -168,6 +168,8 @@ def _audit(words: list[str]) -> int:
 
         print(AUDIT_HELP)
         return _run(["audit", "--help"])
+    if words[0].startswith("-"):
+        raise ValueError("name the model before any field: sidestream audit MODEL [--FIELD VALUE ...]")
     return _run(["audit", "--model", *words])
 
 

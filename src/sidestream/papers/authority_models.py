@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -111,26 +111,27 @@ class HuntModels:
     def load(self, trained: Trained) -> tuple[Any, list[nn.Module]]:
         """A model, trained as far as the directory lacks it, and the modules whose parameters count."""
         e, curriculum = self.experiment, trained.curriculum
-        examples = [problem.example for problem in self.training]
         if curriculum.channel == "closed":
             model = self._fresh(e.baseline)
-            self._lm(trained.name, "stage1", model, examples, scored="all")
-            self._lm(trained.name, "stage3", model, examples)
+            self._lm(trained.name, "stage1", model, self.examples, scored="all")
+            self._lm(trained.name, "stage3", model, self.examples)
             return model.eval(), [model]
         base = self.base()
         model = self._attached(base, dynamic=curriculum.channel == "dynamic")
-        pooled = self.aligned(model)
-        model.channel.encoder.to(self.device).requires_grad_(False)
-        if curriculum.overrides:
-            examples = self.overridden(e.overrides)
-        self._lm(trained.name, "stage3", model, examples, pooled=pooled, mask=trained.mask, ball=curriculum.ball)
+        model.channel.encoder.requires_grad_(False)
+        examples = partial(self.overridden, e.overrides) if curriculum.overrides else self.examples
+        self._lm(trained.name, "stage3", model, examples, steered=True, mask=trained.mask, ball=curriculum.ball)
         return model.eval(), [model.lm, base, model.channel]
 
     def base(self) -> Any:
         """E_base after stage 1, frozen; shared by every arm."""
         model = self._fresh(self.experiment.encoder)
-        self._lm("treasure-base", "stage1", model, [problem.example for problem in self.training], scored="all")
+        self._lm("treasure-base", "stage1", model, self.examples, scored="all")
         return model.requires_grad_(False)
+
+    def examples(self) -> list[Example]:
+        """The training problems as they are."""
+        return [problem.example for problem in self.training]
 
     def aligned(self, model: AttachedLM) -> Tensor:
         """Give a model the shared E_pred of stage 2; returns the pooled states of the training goals, (N, E)."""
@@ -198,28 +199,35 @@ class HuntModels:
         folder: str,
         stage: str,
         model: Any,
-        examples: Sequence[Example],
+        examples: Callable[[], Sequence[Example]],
         *,
         scored: Any = "answer",
-        pooled: Tensor | None = None,
+        steered: bool = False,
         mask: float = 0.0,
         ball: bool = False,
     ) -> None:
+        """Train one stage; where it is finished, load it, for which no data are made."""
         e = self.experiment
         loop = e.stage1 if stage == "stage1" else e.stage3
-        rows = RowConfig(window=e.window, scored=scored, mask_prompt=mask)
+        path = self.directory / folder / stage
         common: dict[str, Any] = {
             "seed": e.seed,
             "label": f"{folder} {stage[:-1]} {stage[-1]}" if self.show else "",
             "resume": True,
             "tags": {"arm": folder, "stage": stage[-1]},
         }
-        path = self.directory / folder / stage
-        if not ball:
-            train_lm(model, examples, rows, loop, path, filler=self.filler, pooled=pooled, **common)
+        if (path / FINAL).exists():
+            train(ScoredLM(model), list, loop, path, **common)  # type: ignore[arg-type]
             return
-        size = {"batch_size": loop.batch_size, "steps": loop.steps, "seed": e.seed}
-        data = Rows(examples, rows, **size, filler=self.filler, pooled=pooled)  # type: ignore[arg-type]
+        pooled = self.aligned(model) if steered else None
+        if steered:
+            model.channel.encoder.to(self.device).requires_grad_(False)
+        rows = RowConfig(window=e.window, scored=scored, mask_prompt=mask)
+        if not ball:
+            train_lm(model, examples(), rows, loop, path, filler=self.filler, pooled=pooled, **common)
+            return
+        size: dict[str, int] = {"batch_size": loop.batch_size, "steps": loop.steps, "seed": e.seed}
+        data = Rows(examples(), rows, **size, filler=self.filler, pooled=pooled)
         module = BallLM(model, radius=e.ball_radius, steps=e.ball_steps)
         train(module, data, loop, path, collate=collate, **common)
 

@@ -1,9 +1,9 @@
 """One self-contained HTML page from a run directory, with its pictures as PNGs beside it.
 
 Reads files only: `results.json` (format: `results.py`), every `metrics.jsonl` below the directory, and where they are
-there `tsne.json`, Table 3's `rollouts.json`, `vectors.json`, `trigger.json` and `ARM/scores-*.json`, and AGCLR's
-`stages.json` and `passes.json`. A table that wants pictures of its own gets one function like `_table1_sections`; the
-table of numbers, t-SNE, loss curves and provenance come with any results file.
+there `tsne.json`, Table 3's `rollouts.json`, `vectors.json`, `trigger.json` and `ARM/scores-*.json`, AGCLR's
+`stages.json` and `passes.json`, and an audit's `authority.json`. A table that wants pictures of its own gets one
+function like `_table1_sections`; numbers, t-SNE, loss curves and provenance come with any results file.
 """
 
 import base64
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from matplotlib.figure import Figure
 
-from sidestream.papers import agclr_pictures, authority_pictures, pictures, planning_pictures
+from sidestream.papers import agclr_pictures, audit_pictures, pictures, planning_pictures
 from sidestream.papers.pictures import Look
 from sidestream.papers.results import (
     METRICS,
@@ -45,6 +45,7 @@ TABLES = {
     "lsar.table1": "LS-AR, Table 1: Treasure Hunt",
     "lsar.table3": "LS-AR, Table 3: Blocksworld",
     "lsar.table5": "LS-AR, Table 5: text and vector state different goals",
+    "audit": "Audit: attacks on text and vector, and what defends",
     "agclr.table1": "AGCLR: latent reasoning, every method",
     "agclr.ablations": "AGCLR: the concept stream without parts of it",
     "agclr.retention": "AGCLR: what later passes keep",
@@ -109,8 +110,8 @@ def write_report(run_dir: Path | str) -> Path:
             sections += _table1_sections(run_dir, entries, looks)
         if results["table"] == "lsar.table3":
             sections += _table3_sections(run_dir, entries, looks)
-        if results["table"] == "lsar.table5":
-            sections += authority_pictures.sections(entries, lambda *drawn: _figure(run_dir, *drawn))
+        if results["table"] in ("lsar.table5", "audit"):
+            sections += audit_pictures.sections(run_dir, results, entries, lambda *drawn: _figure(run_dir, *drawn))
         if results["table"].startswith("agclr."):
             sections += _agclr_sections(run_dir, entries, looks)
         if tsne:

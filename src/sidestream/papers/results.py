@@ -9,7 +9,7 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,14 @@ ARMS = {
         "hardened": "Latent-Forced + overrides in training",
         "dynamic": "Latent-Forced, Dynamic",
     },
+    "audit": {
+        "standard": "Standard",
+        "ball": "Latent-Forced + adversarial training in a ball",
+        "hardened": "Latent-Forced + overrides in training",
+        "dynamic": "Latent-Forced, Dynamic",
+        "model": "the model",
+        **{f"latent_forced-p{p}": f"Latent-Forced, p = {p}" for p in ("0.1", "0.3", "0.5", "0.9")},
+    },
     **dict.fromkeys(("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"), _AGCLR),
 }
 """Table -> arm -> what tables and pictures call it. One name may stand for different arms in different tables."""
@@ -80,6 +88,8 @@ METRICS = {
     "fidelity": "Fidelity: right answers under attack",
     "attack_success": "Attack success: the attacker's answer",
     "refused": "Refused",
+    "accepted": "Sealed goals accepted",
+    "certified": "Certified: nothing that near changes the goal",
     "accuracy": "Answer right",
     "em": "Answer, exact match",
     "f1": "Answer, F1",
@@ -87,6 +97,18 @@ METRICS = {
     "early": "Early value of the answer",
 }
 """Metrics that are fractions: checked to lie in 0..1 and printed in percent. Any other metric is a ratio."""
+HEADLINE_ATTACKS = (
+    "any override",
+    "token search",
+    "prompt replaced",
+    "PGD 0.1",
+    "PGD 0.5",
+    "swap",
+    "unbounded",
+    "both replaced",
+)
+"""Of an audit's attacks those that stand in its table; the report has all of them besides."""
+UTILITY_COLUMN = "right answers, no attack"
 CHANCE = {"item_exact": 1 / 12}
 """What guessing gives: Treasure Hunt hides one of 12 items."""
 
@@ -236,16 +258,20 @@ class Pivot:
     """(metric, arm, other conditions in words) -> value of `column` -> entry."""
 
     def title(self, value: Any) -> tuple[str, str]:
-        """Column heading and what stands under it: H is read against the window W."""
+        """Column heading and what stands under it: H is read against the window W, and names speak for themselves."""
         if value in self.under:
             return value, self.under[value]
+        if self.column in ("attack", "condition"):
+            return value, ""
         window = self.fixed.get("W", 0)
         ratio = f"{value / window:.3g} W" if self.column == "H" and window else ""
         return f"{self.column} = {value}", ratio
 
 
 def pivot(entries: Sequence[Entry]) -> Pivot:
-    """Put the condition with the most values in the columns, the rest into the rows."""
+    """Put the condition with the most values in the columns, the rest into the rows. Of an audit's attacks those of
+    `HEADLINE_ATTACKS`."""
+    entries = _headline(entries)
     values: dict[str, dict[Any, None]] = {}
     for entry in entries:
         for name, value in entry.where.items():
@@ -281,6 +307,19 @@ def pivot(entries: Sequence[Entry]) -> Pivot:
         columns += [conditions({second: value}) for value in in_order(second) if value != usual]
         column = f"{column} and {second}"
     return Pivot(column=column, columns=columns, under=heads, fixed=fixed, rows=rows)
+
+
+def _headline(entries: Sequence[Entry]) -> list[Entry]:
+    """Of an audit the attacks that a table has room for, utility in a column before them; all other entries as they
+    are."""
+    kept = []
+    for entry in entries:
+        attack = entry.where.get("attack")
+        if entry.metric == "utility" and attack == "none":
+            kept.append(replace(entry, metric="attack_success", where={**entry.where, "attack": UTILITY_COLUMN}))
+        elif attack is None or (entry.metric == "attack_success" and attack in HEADLINE_ATTACKS):
+            kept.append(entry)
+    return kept
 
 
 def _second_condition(entries: Sequence[Entry], column: str, others: Sequence[str]) -> tuple[str, Any]:
