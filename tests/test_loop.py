@@ -121,6 +121,14 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path, undisturbed, after):
     assert data.read[0] == 2 * 3 * (after // 3), "steps before the checkpoint were run again, or some were left out"
 
 
+def test_muon_resumes_bit_identical(tmp_path, undisturbed):
+    config = replace(CONFIG, optimizer="muon")
+    model = run(tmp_path / "whole", config=config)
+    assert not same(model, undisturbed[0]), "the control: it is another optimiser"
+    stopped(tmp_path / "cut", after=4, config=config)
+    assert same(run(tmp_path / "cut", resume=True, config=config), model)
+
+
 @pytest.mark.slow
 def test_killed_process_resumes_bit_identical(tmp_path):
     """A real SIGKILL, at a random moment after the second checkpoint."""

@@ -1,4 +1,4 @@
-"""Muon: singular values, equality with torch's own rule, what stays with AdamW, and an exact resume."""
+"""Muon: singular values, equality with torch's own rule, what stays with AdamW. (Its resume: `test_loop.py`.)"""
 
 import pytest
 import torch

@@ -49,6 +49,8 @@ class Muon(torch.optim.AdamW):
                 assert gradient is not None
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(weight)
+                    # Unused here; AdamW looks for it wherever a state is loaded again.
+                    state["step"] = torch.zeros(())
                 state["momentum"].lerp_(gradient, 1 - MOMENTUM)
                 steps.append(gradient.lerp(state["momentum"], MOMENTUM))
             # The schedule scales `lr`; `matrix_rate` is the factor between the two kinds of group.
