@@ -1,4 +1,4 @@
-"""Base models as users name them: a folder, a hub id, a GGUF file, a package that holds one; LoRA in them, if asked for."""
+"""Base models as users name them: a folder, a hub id, a GGUF file, a package that holds one; with LoRA where asked."""
 
 from __future__ import annotations
 
