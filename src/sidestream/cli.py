@@ -21,7 +21,9 @@ from jsonargparse import ArgumentParser
 
 TABLES = {
     "lsar.table1": "Treasure Hunt: item and passcode recalled after the prompt left the window (LS-AR Table 1, Fig. 4)",
+    "lsar.table2": "Speed and memory of Static beside the 20-layer and the 4-layer decoder (LS-AR Table 2)",
     "lsar.table3": "Blocksworld: goals reached after K perturbations, N blocks, W tokens in view (LS-AR Table 3)",
+    "lsar.table4": "Speed and memory of Dynamic beside the 10-layer and the 4-layer decoder (LS-AR Table 4)",
     "lsar.table5": "Text says goal A, vector goal B: whose is reached, over the share of masked text (LS-AR Table 5)",
     "audit": "Attacks on the text and on the vector of a model with a goal channel, under every defence",
     "agclr.table1": "Latent reasoning: accuracy of every method, CoT to CoCoNuT and AGCLR (AGCLR's main table)",
@@ -49,6 +51,7 @@ COSTS = {
         "smoke": "a minute on 2 CPU cores",
         "cpu": "about half an hour on 2 CPU cores for the models of lsar.table5",
     },
+    **dict.fromkeys(("lsar.table2", "lsar.table4"), dict(smoke="seconds", cpu="an hour", paper="minutes on one GPU")),
     # An arm is the same training in each of these tables: with one --models for all, it is trained once.
     **dict.fromkeys(
         ("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"),
@@ -179,6 +182,10 @@ def _table(name: str) -> tuple[Any, Any, Any]:
         from sidestream.papers import lsar
 
         return lsar.table1, lsar.Table1, lsar.run_table1
+    if name in ("lsar.table2", "lsar.table4"):
+        from sidestream.papers import speed
+
+        return getattr(speed, name.removeprefix("lsar.")), speed.Speed, speed.run_speed
     if name == "lsar.table5":
         from sidestream.papers.authority import Table5, table5
         from sidestream.papers.authority_run import run_table5
@@ -335,7 +342,7 @@ def _words(kind: Any) -> str:
 def _warn_of_cost(experiment: Any) -> None:
     import torch
 
-    if experiment.scale == "paper" and not torch.cuda.is_available():
+    if experiment.scale == "paper" and hasattr(experiment, "arms") and not torch.cuda.is_available():
         hours = f"{_cpu_hours(experiment):,.0f} hours"
         print(
             f"sidestream: warning: no GPU here; the paper scale would take about {hours} on this CPU (--scale cpu "

@@ -42,6 +42,16 @@ ARMS = {
         "static_pooling": "+ first-block pooling, standardised",
         "static": "LS-AR Static (ours)",
     },
+    "lsar.table2": {
+        "static": "LS-AR Static",
+        "large": "AR baseline, 20 blocks",
+        "small": "unconditioned decoder, 4 blocks",
+    },
+    "lsar.table4": {
+        "dynamic": "LS-AR Dynamic",
+        "large": "AR baseline, 10 blocks",
+        "small": "unconditioned decoder, 4 blocks",
+    },
     "lsar.table3": {
         "baseline": "AR baseline",
         "static": "LS-AR Static",
@@ -377,6 +387,8 @@ def reading(table: Pivot, seeds: Sequence[int]) -> str:
     """How to read the numbers: unit, spread, interval."""
     unit = "Percent; " if all(metric in METRICS for metric, _, _ in table.rows) else ""
     if len(seeds) > 1:
+    if not any(entry.ci or entry.sem for row in table.rows.values() for entry in row.values()):
+        return "Medians over the rounds of one run, in which arms take turns."
         return (
             f"{unit}mean ± SEM over {len(seeds)} seeds; brackets: 95% Wilson interval over the problems of all seeds."
         )
