@@ -235,19 +235,21 @@ def test_help_says_what_to_give(capsys):
 
 @pytest.mark.slow
 def test_a_run_of_table5_is_audited_resumed_and_reported(tmp_path):
-    experiment = replace(table5("smoke"), tasks=("treasure",), arms=("standard", "dynamic"), test_problems=6)
+    experiment = replace(table5("smoke"), arms=("standard", "dynamic"), test_problems=6)
     run_table5(replace(experiment, train_problems=16), tmp_path / "t5", command="test", jobs=1)
-    settings = replace(SMOKE, model=str(tmp_path / "t5"))
+    assert subjects(replace(SMOKE, model=str(tmp_path / "t5"))) == ["standard", "dynamic"]
+    arms = ("standard", "dynamic", "blocksworld-standard")
+    settings = replace(SMOKE, model=str(tmp_path / "t5"), arms=arms)
     results = run_audit(settings, tmp_path / "audit", command="test", jobs=1)
     places = {(c["arm"], c["where"]["defence"], c["where"]["attack"]) for c in results["cells"]}
-    for arm in ("standard", "dynamic"):
+    for arm in arms:
         for defence in DEFENCES:
             assert {
                 (arm, defence, name) for name in ("none", ANY_OVERRIDE, "token search", "PGD 0.1", "swap")
             } <= places
     assert ("dynamic", "none", "token search, out of view") in places
     accepted = [c["value"] for c in results["cells"] if c["metric"] == "accepted"]
-    assert accepted == [0.0, 1.0] * 2
+    assert accepted == [0.0, 1.0] * 3
     # A kill loses one attack at most: what is there is not made again, what is not is made the same.
     kept = tmp_path / "audit" / "standard" / "swap.json"
     marked = json.loads(kept.read_text())

@@ -38,8 +38,9 @@ class Audit:
     """What is audited: a run directory of lsar.table5, or a folder with a saved channel (`save_pretrained`, `sidestream
     train`)."""
     arms: tuple[str, ...] = ()
-    """Of a run of lsar.table5: which of its Treasure Hunt models, by folder without `treasure-` (latent_forced-p0.3).
-    Empty: Standard, Latent-Forced at the paper's p, and those trained to withstand attacks."""
+    """Of a run of lsar.table5: which of its models, by folder without `treasure-` (latent_forced-p0.3,
+    blocksworld-standard). Empty: of Treasure Hunt Standard, Latent-Forced at the paper's p, and those trained to
+    withstand attacks."""
     data: str | None = None
     """For a saved channel: goals, trajectories and answers to attack, as `sidestream train` reads them (JSON lines)."""
     goal_in_text: bool = True

@@ -73,6 +73,7 @@ class Attacks:
         self.others = [problem.other for problem in self.problems]
         self.wanted = self.honest[self.others]
         self.made: dict[str, Tried] = {}
+        self.said: dict[tuple[int, bool], dict[str, list[bool]]] = {}
         everything = list(range(len(self.problems)))
         searched = everything[: audit.token_problems]
         self.rows: dict[str, list[int]] = {}
@@ -124,6 +125,7 @@ class Attacks:
         found: dict[str, Any] = {"rows": {}, "cost": {}}
         # What arbitration lets pass is one ball whatever the radius asked for.
         self.made = {key: tried for key, tried in self.made.items() if key.endswith("arbitration")}
+        self.said.clear()
         for defence in DEFENCES:
             tried = self.attacks[name](defence)
             found["rows"][defence] = self._judge(name, tried, defence)
@@ -135,10 +137,13 @@ class Attacks:
     def _judge(self, name: str, tried: Tried, defence: str) -> dict[str, list[bool]]:
         rows, window = self.rows[name], self.windows[name]
         passed = self.accepted(defence, rows, tried)
-        says = {}
-        for side, index in (("success", [self.others[row] for row in rows]), ("kept", rows)):
-            objective = self._objective(defence, [self.problems[i].answer for i in index], window)
-            says[side] = objective.measure(tried.texts, tried.vectors).hit.tolist()
+        key = (id(tried), defence == "codes")  # defences that move no vector see the same answers
+        if key not in self.said:
+            self.said[key] = {}
+            for side, index in (("success", [self.others[row] for row in rows]), ("kept", rows)):
+                objective = self._objective(defence, [self.problems[i].answer for i in index], window)
+                self.said[key][side] = objective.measure(tried.texts, tried.vectors).hit.tolist()
+        says = self.said[key]
         return {
             "success": [hit and ok for hit, ok in zip(says["success"], passed, strict=True)],
             "kept": [hit and ok for hit, ok in zip(says["kept"], passed, strict=True)],
@@ -253,25 +258,27 @@ class Attacks:
     # ---------------------------------------------------------------- attacks
 
     def _once(self, key: str, make: Callable[[], Tried]) -> Tried:
-        """An attack that is the same under several defences is run once."""
+        """What is the same under several defences is made once; within one attack, but for arbitration's ball."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
     def _nothing(self, defence: str) -> Tried:
-        return self._with(self.honest, Cost(forwards=len(self.problems)))
+        return self._once("nothing", lambda: self._with(self.honest, Cost(forwards=len(self.problems))))
 
     def _override(self, template: str, place: Place, defence: str) -> Tried:
-        texts = [
-            self._inserted(row, self.problems[row].overrides[template], place)[0] for row in range(len(self.problems))
-        ]
-        return Tried(texts, [p.stated for p in self.problems], self.honest, Cost(forwards=len(texts)))
+        def make() -> Tried:
+            words = [problem.overrides[template] for problem in self.problems]
+            texts = [self._inserted(row, ids, place)[0] for row, ids in enumerate(words)]
+            return Tried(texts, [p.stated for p in self.problems], self.honest, Cost(forwards=len(texts)))
+
+        return self._once("override", make)
 
     def _prompt(self, defence: str) -> Tried:
-        return self._swapped(self.honest)
+        return self._once("prompt", lambda: self._swapped(self.honest))
 
     def _both(self, defence: str) -> Tried:
-        return self._swapped(self.wanted)
+        return self._once("both", lambda: self._swapped(self.wanted))
 
     def _swapped(self, vectors: Tensor) -> Tried:
         """Texts that state the attacker's goal in place of the honest one."""
@@ -307,10 +314,13 @@ class Attacks:
         return self._once(f"{proposal} {place} {window}", make)
 
     def _swap(self, defence: str) -> Tried:
-        return self._vector(swap(self._own("none"), self._texts, self.wanted))
+        return self._once("swap", lambda: self._vector(swap(self._own("none"), self._texts, self.wanted)))
 
     def _interpolate(self, share: float, defence: str) -> Tried:
-        return self._vector(interpolate(self._own(defence), self._texts, self.honest, self.wanted, share))
+        def make() -> Tried:
+            return self._vector(interpolate(self._own("none"), self._texts, self.honest, self.wanted, share))
+
+        return self._once("interpolation", make)
 
     def _random(self, radius: float, defence: str) -> Tried:
         kind = "codes" if defence == "codes" else "none"

@@ -99,7 +99,7 @@ def radius_figure(entries: Sequence[Entry], looks: Mapping[str, Look]) -> Figure
                 if kind == "PGD":
                     axis.fill_between(x, low, high, color=looks[arm].color, alpha=0.12, linewidth=0)
         axis.set_xscale("log")
-        radii = sorted({_radius(entry) for entry in entries})
+        radii = sorted({radius for entry in entries if (radius := _radius(entry)) is not None})
         axis.set_xticks(radii, [f"{radius:g}" for radius in radii])
         axis.minorticks_off()
         axis.set_title(DEFENCES[defence])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,17 @@ from sidestream.evaluation.attacks_text import OVERRIDES
 from sidestream.lm.attach import AttachedLM
 from sidestream.papers.audit import DEFAULT_ARMS, Audit
 from sidestream.papers.authority import Table5, Trained
-from sidestream.papers.authority_models import TASK_OVERRIDES, HuntModels, override_text, sentence_ends
+from sidestream.papers.authority_models import (
+    TASK_OVERRIDES,
+    AuthorityPlans,
+    HuntModels,
+    override_text,
+    sentence_ends,
+)
 from sidestream.papers.experiment import from_json
 from sidestream.tasks import treasure
+from sidestream.tasks.blocksworld_data import END, GOAL, WORDS, perturbed_trajectory, plan_text, prompt_text
+from sidestream.tasks.blocksworld_data import problems as blocksworld_problems
 from sidestream.training.loop import FINAL
 
 Ids = tuple[int, ...]
@@ -79,7 +89,7 @@ def subjects(audit: Audit) -> list[str]:
         wanted = audit.arms or tuple(name for name in DEFAULT_ARMS if name in names)
         lacking = [name for name in wanted if name not in names]
         if lacking or not wanted:
-            what = f"no finished Treasure Hunt model {lacking[0]!r}" if lacking else "none of the usual arms"
+            what = f"no finished model {lacking[0]!r}" if lacking else "none of the usual arms"
             raise ValueError(f"{path} has {what}; it has {', '.join(names) or 'none'}")
         return list(wanted)
     if audit.arms:
@@ -98,12 +108,13 @@ def subject(audit: Audit, name: str) -> Subject:
     path = Path(audit.model)
     if (path / "experiment.json").exists():
         experiment, names = _table5(path)
-        return _treasure(audit, experiment, names[name], path, name)
+        build = _blocksworld if names[name].task == "blocksworld" else _treasure
+        return build(audit, experiment, names[name], path, name)
     return _saved(audit, path)
 
 
 def _table5(path: Path) -> tuple[Table5, dict[str, Trained]]:
-    """A run of Table 5 and those of its Treasure Hunt models that have a channel and are trained."""
+    """A run of Table 5, and those of its models that have a channel and are trained."""
     try:
         record = json.loads((path / "experiment.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -112,7 +123,7 @@ def _table5(path: Path) -> tuple[Table5, dict[str, Trained]]:
     if table != "lsar.table5":
         raise ValueError(f"{path} is a run of {table}; the audit takes runs of lsar.table5, or a saved channel")
     experiment = from_json(Table5, record)
-    models = [t for t in experiment.trained("treasure") if "treasure" in experiment.tasks]
+    models = [t for task in experiment.tasks for t in experiment.trained(task)]
     done = [t for t in models if t.curriculum.channel != "closed" and (path / t.name / "stage3" / FINAL).exists()]
     return experiment, {t.name.removeprefix("treasure-"): t for t in done}
 
@@ -152,6 +163,45 @@ def _treasure(audit: Audit, experiment: Table5, trained: Trained, path: Path, na
         window=experiment.window,
         sentence_ends=frozenset(sentence_ends(hunt.vocabulary)),
         allowed=tuple(range(hunt.vocabulary.pad_id)),
+    )
+
+
+def _blocksworld(audit: Audit, experiment: Table5, trained: Trained, path: Path, name: str) -> Subject:
+    """Pairs of goals over one initial state; each is what an attacker of the other wants.
+
+    The right answer is the plan that training shows, to the word: less is said right here than reaches its goal.
+    """
+    plans = AuthorityPlans(experiment, path, show=False)
+    encode = plans.vocabulary.encode
+    pairs = plans.tests[: (audit.problems + 1) // 2]
+    if 2 * len(pairs) < audit.problems:
+        raise ValueError(f"problems is {audit.problems}, and {path} has {2 * len(plans.tests)} for {name}; use fewer")
+    model, _ = plans.trained(trained)
+    problems = []
+    for a, b in pairs:
+        for asked, wanted in ((a, b), (b, a)):
+            prompt, override = (prompt_text(problem).split() for problem in (asked, wanted))
+            actions, _ = perturbed_trajectory(asked, random.Random(0), budget=0, probability=0.0)
+            problems.append(
+                Problem(
+                    goal=tuple(encode(" ".join(prompt))),
+                    stated=tuple(encode(" ".join(prompt))),
+                    context=(),
+                    question=(),
+                    answer=tuple(encode(plan_text(actions, asked.names).removesuffix(f" {END}"))),
+                    other=len(problems) + (1 if asked is a else -1),
+                    overrides={"restate": tuple(encode(" ".join(override[override.index(GOAL) :])))},
+                )
+            )
+    further = islice(blocksworld_problems(plans.task("faithful"), "valid"), audit.calibration)
+    return Subject(
+        name=name,
+        model=model,
+        problems=problems,
+        calibration=[tuple(encode(prompt_text(problem))) for problem in further],
+        window=None,
+        sentence_ends=frozenset(),
+        allowed=tuple(range(len(WORDS))),
     )
 
 
@@ -211,7 +261,7 @@ def _saved(audit: Audit, path: Path) -> Subject:
         )
     ends = frozenset(token for mark in (".", "?", "!", "\n") for token in encode(mark)[0])
     special = set(model.tokenizer.all_special_ids)
-    size = model.lm.get_input_embeddings().num_embeddings  # type: ignore[union-attr]
+    embeddings: Any = model.lm.get_input_embeddings()
     return Subject(
         name="model",
         model=model,
@@ -220,7 +270,9 @@ def _saved(audit: Audit, path: Path) -> Subject:
         calibration=[row[1] for row in (rest + used)[: audit.calibration]],
         window=audit.window,
         sentence_ends=ends,
-        allowed=tuple(token for token in range(min(size, len(model.tokenizer))) if token not in special),
+        allowed=tuple(
+            token for token in range(min(embeddings.num_embeddings, len(model.tokenizer))) if token not in special
+        ),
     )
 
 
