@@ -1,16 +1,20 @@
 """A channel for a model that exists: what trains, what stays, resume, the files, and that goals are learned."""
 
 import json
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import sidestream
 from sidestream import cli
-from sidestream.evaluation.goals import goal_cells, goal_outcomes
+from sidestream.evaluation.goals import goal_cells, goal_outcomes, goal_ranks
 from sidestream.lm.base import load_base, load_tokenizer, offsets, pooled_goals
 from sidestream.lm.card import push_to_hub, shown_name, write_card
+from sidestream.papers.results import load_results
+from sidestream.tasks import goals_agents
 from sidestream.tasks.goals import GoalRecord, Tokens, read_goals, tokens
 from sidestream.training import loop
 from sidestream.training.finetune import FinetuneConfig, GoalLM, GoalRows, attach_channel, collate_goals, finetune
@@ -111,6 +115,9 @@ def test_recomputed_blocks_and_bf16(words, records, tmp_path):
     again = finetune(fresh(words), words, records, replace(one, gradient_checkpointing=True), tmp_path / "again")
     assert same(weights(plain), weights(again))
     finetune(fresh(words), words, records, replace(one, precision="bf16"), tmp_path / "bf16")
+    served = finetune(fresh(words).to(torch.bfloat16), words, records, one, tmp_path / "narrow")
+    assert served.lm.dtype == torch.bfloat16 and served.channel.film.projection.weight.dtype == torch.float32
+    assert abs(losses(tmp_path / "narrow")[0] - losses(tmp_path / "plain")[0]) < 0.1
     first, narrow = losses(tmp_path / "plain")[0], losses(tmp_path / "bf16")[0]
     assert first != narrow and abs(first - narrow) < 0.1
 
@@ -177,13 +184,12 @@ def test_evaluation_puts_the_goal_into_the_window_and_says_what_it_costs(words, 
         goal_outcomes(model, texts, ids[:5], window=16)
 
 
-def test_goals_are_read_by_the_first_blocks_only(words, records):
+def test_pooled_goals_are_each_goals_own_mean(words, records):
     model = attach_channel(fresh(words), SMALL, words)
     ids = [words(record.goal)["input_ids"] for record in records[:3]]
     pooled = pooled_goals(model, ids)
     for row, one in zip(pooled, ids, strict=True):
         torch.testing.assert_close(row, model.goal_hidden(torch.tensor([one])).mean(1)[0], atol=1e-5, rtol=1e-5)
-    assert len(model.lm.model.layers) == 3, "the blocks were not put back"
     assert (pooled[0] - pooled[1]).abs().max() > 1e-3
 
 
@@ -318,3 +324,71 @@ def test_what_is_pushed_names_no_folder_of_this_machine(base, words, tmp_path, m
     assert shown_name("owner/name") == "owner/name" and shown_name(str(base)) == base.name
     with pytest.raises(ValueError, match="not a saved channel"):
         write_card(tmp_path)
+
+
+# ---------------------------------------------------------------- which goal belongs to a run
+
+
+def test_the_right_goal_is_found_where_the_text_depends_on_it(words):
+    """By hand: the loss of the text after each goal, ranked; batches of any size say the same."""
+    model = attach_channel(fresh(words), SMALL, words)
+    made = [GoalRecord("here", f"the code is {k}", f"and the code is {k} {k} {k}", (), None) for k in "abcdef"]
+    texts = [tokens(record, None, offsets(words, special=True)) for record in made]
+    goals = [words(record.goal)["input_ids"] for record in made]
+    told = goal_ranks(model, texts, goals, window=24, candidates=6, arm="in_text")
+    assert told == goal_ranks(model, texts, goals, window=24, candidates=6, arm="in_text", batch_size=4)
+    for rank, text, right in zip(told, texts, goals, strict=True):
+        losses = []
+        for goal in goals:
+            ids = torch.tensor([[*goal[:12], *text.ids[:-1]]])
+            scores = model.lm(ids).logits[0, -len(text.ids) + 1 :].log_softmax(-1)
+            losses.append(-scores.gather(1, torch.tensor(text.ids[1:])[:, None]).sum().item())
+        assert rank == sum(loss < losses[goals.index(right)] for loss in losses)
+    assert set(told) != {0}, "a random model cannot tell them all"
+    with pytest.raises(ValueError, match="6 different goals, and 7 candidates"):
+        goal_ranks(model, texts, goals, window=8, candidates=7)
+
+
+def test_agent_runs_become_records_without_their_goal(tmp_path):
+    shop = {"goal": "a red hat ", "steps": [{"action": "reset", "observation": "Instruction: a red hat"}]}
+    tau = {
+        "goal": "fly",
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "find", "arguments": "{}"}]},
+        ],
+    }
+    house = {"goal": "put it away.", "text": "Your task is to: put it away.\n> go"}
+    for name, read, record, text in (
+        ("shop", goals_agents.webshop, shop, "> reset\nInstruction: ..."),
+        ("tau", goals_agents.tau_bench, tau, "user: Hi\nassistant: find({})"),
+        ("house", goals_agents.alfworld, house, "Your task is to: ...\n> go"),
+    ):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(record))
+        (made,) = read(path)
+        assert (made.goal, made.trajectory) == (str(record["goal"]).strip(), text)
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"goal": "x", "steps": [{"action": "a"}]}))
+    with pytest.raises(ValueError, match=r"bad.jsonl:1: each of 'steps' needs 'action' and 'observation'"):
+        goals_agents.webshop(tmp_path / "bad.jsonl")
+    many = [GoalRecord("", f"goal {k % 40}", "text", (), None) for k in range(80)]
+    train, test = goals_agents.part(many, "train"), goals_agents.part(many, "test")
+    assert len(train) + len(test) == 80 and train and test and not {r.goal for r in train} & {r.goal for r in test}
+
+
+def test_the_real_tasks_write_results(base, goals, tmp_path, monkeypatch):
+    """Both at smoke size: a file in the format of `results/`, every arm in it."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--model", str(base), "--data", str(goals), "--out", "run", *WORDS]) == 0
+    script = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "goal_tasks.py"))
+    script["main"](["needle", "--model", "run", "--limit", "4", "--scale", "smoke", "--out", "needle.json"])
+    found = load_results(tmp_path / "needle.json")
+    assert {cell["arm"] for cell in found["cells"]} == {"closed", "sinks", "in_text", "swapped", "channel"}
+    spent = {cell["arm"]: cell["value"] for cell in found["cells"] if cell["metric"] == "tokens_spent"}
+    assert spent["channel"] == 0 < spent["in_text"] and found["cells"][0]["where"] == {"W": 24, "words": 96}
+    options = ["--data", str(goals), "--candidates", "3", "--limit", "8", "--scale", "smoke", "--out", "ranks.json"]
+    script["main"](["retrieval", "--model", "run", *options])
+    assert {cell["metric"] for cell in load_results(tmp_path / "ranks.json")["cells"]} == {
+        "accuracy",
+        "reciprocal_rank",
+    }

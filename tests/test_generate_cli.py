@@ -12,6 +12,8 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     TextIteratorStreamer,
+    Trainer,
+    TrainingArguments,
     pipeline,
 )
 
@@ -217,3 +219,20 @@ def test_a_base_without_a_tokenizer_is_told_of(saved, capsys, tmp_path):
     assert "comes without a tokenizer" in capsys.readouterr().err
     with pytest.raises(ValueError, match="cannot load the tokenizer"):
         load_tokenizer(tmp_path / "bare")
+
+
+def test_the_stock_trainer_takes_it_as_any_module(words, tmp_path):
+    lm = llama(len(words))
+    made = attach_channel(lm, CONFIG, words)
+    read = [Tokens(tuple(row), (False, *[True] * 11)) for row in ids(4, 12, seed=2).tolist()]
+    pooled = pooled_goals(made, ids(4, 5, seed=1).tolist())
+    rows = GoalRows(read, pooled, window=12, batch_size=4, steps=3, seed=0)
+    options = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "report_to": []}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), remove_unused_columns=False, use_cpu=True, disable_tqdm=True,
+        dataloader_pin_memory=False, save_strategy="no", **options,
+    )  # fmt: skip
+    before = {name: tensor.clone() for name, tensor in lm.state_dict().items()}
+    Trainer(model=GoalLM(made, 4), args=arguments, train_dataset=rows, data_collator=collate_goals).train()
+    assert made.channel.film.projection.weight.abs().max() > 1e-3
+    assert all(torch.equal(tensor, before[name]) for name, tensor in lm.state_dict().items())

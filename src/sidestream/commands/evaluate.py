@@ -82,7 +82,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "cells": cells,
     }
     folder = Path(given.model)
-    out = Path(given.out) if given.out else folder / EVALUATION
+    out = Path(given.out or (folder / EVALUATION if folder.is_dir() else EVALUATION))  # a hub id is no folder
     write_whole(out, json.dumps(found, indent=1) + "\n")
     if not given.out and (folder / CARD).exists():
         write_card(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -89,6 +90,58 @@ def goal_outcomes(
                 outcomes[row] = outcome
         found[arm] = [outcome for outcome in outcomes if outcome is not None]
     return found
+
+
+@torch.no_grad()
+def goal_ranks(
+    model: AttachedLM,
+    texts: Sequence[Tokens],
+    goal_ids: Sequence[Sequence[int]],
+    *,
+    window: int,
+    candidates: int,
+    arm: Literal["channel", "in_text"] = "channel",
+    heads: Sequence[Sequence[int]] | None = None,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> list[int]:
+    """Which goal belongs to a trajectory whose last window is all that is seen? Goals are ranked by the loss of the
+    scored tokens under each.
+
+    Args:
+        model: base model with a channel.
+        texts: trajectories.
+        goal_ids: their goals.
+        window: W.
+        candidates: how many goals are offered: the right one and others, drawn among goals that differ from it.
+        arm: each candidate in the channel, or its text at the head of the window.
+        heads: as for `goal_outcomes`.
+        batch_size: rows at a time.
+        seed: of the candidates.
+
+    Returns:
+        How many of the other goals were better than the right one, for every trajectory; 0 is right.
+
+    Raises:
+        ValueError: fewer different goals than candidates.
+    """
+    pooled = pooled_goals(model, goal_ids).to(model.device)
+    rng = random.Random(f"candidates {seed}")
+    ranks = []
+    for index, text in enumerate(texts):
+        mine = tuple(goal_ids[index])
+        others = list({tuple(goal): k for k, goal in enumerate(goal_ids) if tuple(goal) != mine}.values())
+        if len(others) < candidates - 1:
+            raise ValueError(f"{len(others) + 1} different goals, and {candidates} candidates are asked for")
+        offered = [index, *rng.sample(sorted(others), candidates - 1)]
+        losses: list[float] = []
+        for start in range(0, candidates, batch_size):
+            part = offered[start : start + batch_size]
+            state = LatentState(goal=model.channel.encoder.predict(pooled[part])) if arm == "channel" else None
+            rows = [_row(text, (heads or goal_ids)[which], window, arm) for which in part]
+            losses += [outcome.loss for outcome in _predict(model, rows, state)]
+        ranks.append(sum(loss < losses[0] for loss in losses[1:]))
+    return ranks
 
 
 def _row(text: Tokens, goal: Sequence[int], window: int, arm: Arm) -> tuple[list[int], list[int], list[bool], int]:

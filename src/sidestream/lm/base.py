@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,37 +126,17 @@ def text_streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
     return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
 
 
-@contextmanager
-def first_blocks(lm: nn.Module, count: int) -> Iterator[None]:
-    """Run only the first blocks of a decoder: what reads an early layer need not compute the later ones.
-
-    Not for a model that other threads use at the same time.
-    """
-    name, blocks = decoder_blocks(lm)
-    parent, _, attribute = name.rpartition(".")
-    holder = lm.get_submodule(parent)
-    setattr(holder, attribute, blocks[: max(1, count)])
-    try:
-        yield
-    finally:
-        setattr(holder, attribute, blocks)
-
-
 @torch.no_grad()
 def pooled_goals(model: Any, goal_ids: Sequence[Sequence[int]], batch_size: int = 64) -> Tensor:
-    """(N, E) pooled states of goals on the CPU, through no more blocks than that takes.
+    """(N, E) pooled states of goals, on the CPU.
 
     Raises:
         ValueError: a goal is empty.
     """
-    layer = model.channel.config.pool_layer
-    depth = len(decoder_blocks(model.lm)[1])
     parts = []
-    # One block more than asked for: the last state of a stack is normalised, those before are not.
-    with first_blocks(model.lm, depth if layer < 0 else min(layer + 1, depth)):
-        for start in range(0, len(goal_ids), batch_size):
-            ids, mask = padded([list(row) for row in goal_ids[start : start + batch_size]], None, None, model.device)
-            parts.append(mean_pool(model.goal_hidden(ids, mask), mask.bool()).float().cpu())
+    for start in range(0, len(goal_ids), batch_size):
+        ids, mask = padded([list(row) for row in goal_ids[start : start + batch_size]], None, None, model.device)
+        parts.append(mean_pool(model.goal_hidden(ids, mask), mask.bool()).float().cpu())
     return torch.cat(parts)
 
 
