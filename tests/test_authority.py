@@ -10,7 +10,7 @@ from sidestream.lm.text import WordVocabulary
 from sidestream.papers import authority
 from sidestream.papers.authority import CONDITIONS, METRICS, Table5, paper_table5, table5
 from sidestream.papers.authority_models import AuthorityPlans, BallLM, HuntModels, MaskedPlans, blank_goal, partners
-from sidestream.papers.authority_run import _first, ask_plans, ask_treasure, run_table5
+from sidestream.papers.authority_run import _cells, _first, _named, ask_plans, ask_treasure, run_table5
 from sidestream.papers.experiment import from_json, to_json
 from sidestream.papers.report import write_report
 from sidestream.papers.results import load_results
@@ -103,6 +103,16 @@ def test_conditions_show_what_they_say(hunt, channel, monkeypatch):
         expected = stated if stated in ("a", "b") else "neither"
         outcomes = ask_treasure(None, hunt, text, vector, closed=False)
         assert outcomes == [expected] * len(hunt.tests), (text, vector)
+
+
+def test_half_of_each_goal_is_neither_and_is_told(hunt):
+    a, b = hunt.tests[0], hunt.partners[0]
+    for code, item, outcome in ((a, a, "a"), (b, b, "b"), (a, b, "mixed"), (b, a, "mixed")):
+        assert _named((a, b), code.code_ids + item.item_ids, hunt.vocabulary.decode) == outcome
+    assert _named((a, b), a.code_ids, hunt.vocabulary.decode) == "neither"
+    trained = hunt.experiment.trained("treasure")[0]
+    found = {cell["metric"]: cell["value"] for cell in _cells(trained, "(A, B)", ["a", "mixed", "neither", "b"])}
+    assert found == {"goal_a": 0.25, "goal_b": 0.25, "neither": 0.5, "mixed": 0.25}
 
 
 def test_a_blank_text_states_no_goal(hunt, monkeypatch):
@@ -243,7 +253,7 @@ def test_every_cell_at_smoke_scale(tmp_path, experiment):
     by_place: dict[str, float] = {}
     for cell in results["cells"]:
         key = json.dumps([cell["arm"], cell["where"]])
-        by_place[key] = by_place.get(key, 0.0) + cell["value"]
+        by_place[key] = by_place.get(key, 0.0) + cell["value"] * (cell["metric"] in METRICS)
     assert all(total == pytest.approx(1.0) for total in by_place.values()) and len(METRICS) == 3
     assert any(note.startswith("Utility first") for note in results["notes"])
     page = write_report(tmp_path / "run").read_text(encoding="utf-8")

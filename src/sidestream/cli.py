@@ -49,7 +49,7 @@ COSTS = {
     },
     "audit": {
         "smoke": "a minute on 2 CPU cores",
-        "cpu": "about half an hour on 2 CPU cores for the models of lsar.table5",
+        "cpu": "about an hour on 2 CPU cores for the models of lsar.table5",
     },
     **dict.fromkeys(("lsar.table2", "lsar.table4"), dict(smoke="seconds", cpu="an hour", paper="minutes on one GPU")),
     # An arm is the same training in each of these tables: with one --models for all, it is trained once.

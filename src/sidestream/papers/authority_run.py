@@ -32,7 +32,7 @@ from sidestream.tasks.blocksworld_loop import Episode, make_episode
 from sidestream.tasks.treasure import TreasureProblem
 
 Outcome = str
-"""`a`, `b` or `neither`: whose goal an answer or a plan reached."""
+"""`a`, `b` or `neither`: whose goal an answer or a plan reached; `mixed`: one goal's item with the other's passcode."""
 
 
 def run_table5(
@@ -135,7 +135,7 @@ class _Run:
 
 
 def ask_treasure(model: Any, hunt: HuntModels, text: str, vector: str, *, closed: bool) -> list[Outcome]:
-    """Whose passcode and item a model names, `a`, `b` or `neither`, for each pair of test problems.
+    """Whose passcode and item a model names, for each pair of test problems.
 
     Args:
         text: `a` or `b`, the goal that the text states, or `none`: distractors in its place, as in training.
@@ -161,11 +161,12 @@ def ask_treasure(model: Any, hunt: HuntModels, text: str, vector: str, *, closed
 
 
 def _named(pair: tuple[TreasureProblem, TreasureProblem], said: Sequence[int], decode: Any) -> Outcome:
-    for problem, outcome in zip(pair, "ab", strict=True):
-        values = treasure.score(problem, said, decode).values
+    a, b = (treasure.score(problem, said, decode).values for problem in pair)
+    for values, outcome in ((a, "a"), (b, "b")):
         if values["item_exact"] == values["code_exact"] == 1:
             return outcome
-    return "neither"
+    crossed = a["item_exact"] == b["code_exact"] == 1 or b["item_exact"] == a["code_exact"] == 1
+    return "mixed" if crossed else "neither"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +233,12 @@ def _vectors(model: AttachedLM, vector: str, goals: Sequence[tuple[Sequence[int]
 
 def _cells(trained: Trained, condition: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     made, n = [], len(outcomes)
-    for metric in METRICS:
-        count = outcomes.count(metric.removeprefix("goal_"))
+    counts = {metric: outcomes.count(metric.removeprefix("goal_")) for metric in METRICS}
+    if trained.task == "treasure":
+        # Of those that are neither's; where authority is split, it may be split by the parts of a goal.
+        counts["mixed"] = outcomes.count("mixed")
+        counts["neither"] += counts["mixed"]
+    for metric, count in counts.items():
         made.append(
             {
                 "arm": trained.arm,

@@ -82,6 +82,8 @@ ARMS = {
         "dynamic": "Latent-Forced, Dynamic",
         "model": "the model",
         **{f"latent_forced-p{p}": f"Latent-Forced, p = {p}" for p in ("0.1", "0.3", "0.5", "0.9")},
+        "blocksworld-standard": "Standard, Blocksworld",
+        "blocksworld-latent_forced-p0.3": "Latent-Forced, p = 0.3, Blocksworld",
     },
     **dict.fromkeys(("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"), _AGCLR),
 }
@@ -94,6 +96,7 @@ METRICS = {
     "goal_a": "Goal A reached",
     "goal_b": "Goal B reached",
     "neither": "Neither reached",
+    "mixed": "Of these: one goal's item, the other's passcode",
     "utility": "Utility: right answers, no attack",
     "fidelity": "Fidelity: right answers under attack",
     "attack_success": "Attack success: the attacker's answer",
