@@ -37,16 +37,12 @@ def recomputed(lm: PreTrainedModel, ids, *, stream=None, sees="all", hides=None,
             allowed[query, start : before[0] if sees == "latents" else before[-1]] = False
 
     def states(upto):
-        if sees == "all":
-            feed = {}
-        else:
-            block = torch.zeros(upto, upto, dtype=lm.dtype).masked_fill(
-                ~allowed[:upto, :upto], torch.finfo(lm.dtype).min
-            )
-            feed = {"attention_mask": block[None, None], "position_ids": torch.arange(upto)[None]}
-        return lm.base_model(inputs_embeds=torch.stack(embeds[:upto])[None], use_cache=False, **feed).last_hidden_state[
-            0
-        ]
+        feed = {"inputs_embeds": torch.stack(embeds[:upto])[None], "use_cache": False}
+        if sees != "all":
+            hidden = torch.zeros(upto, upto, dtype=lm.dtype)
+            hidden.masked_fill_(~allowed[:upto, :upto], torch.finfo(lm.dtype).min)
+            feed |= {"attention_mask": hidden[None, None], "position_ids": torch.arange(upto)[None]}
+        return lm.base_model(**feed).last_hidden_state[0]
 
     for number, slot in enumerate(slots):
         h = states(slot)[-1]
@@ -165,15 +161,12 @@ def test_what_the_oracle_would_notice(family, monkeypatch):
     cut = mean_loss(model.lm, [recomputed(model.lm, r.ids, stream=cell(model.stream), detach=True) for r in ROWS])
     assert (gradient(cut) - right).norm() > 1e-2 * right.norm()
     inner = LatentCache.update
-    monkeypatch.setattr(
-        LatentCache,
-        "update",
-        lambda self, k, v, *rest, **kw: (
-            inner(self, k, v, *rest, **kw)
-            if k.shape[2] > 1
-            else tuple(t.detach() for t in inner(self, k, v, *rest, **kw))
-        ),
-    )
+
+    def cut_off(self, k, *rest, **kw):
+        held = inner(self, k, *rest, **kw)
+        return held if k.shape[2] > 1 else tuple(t.detach() for t in held)
+
+    monkeypatch.setattr(LatentCache, "update", cut_off)
     out, _ = passes(model)
     assert (gradient(next_token_loss(model, out, batch["labels"])) - right).norm() > 1e-2 * right.norm()
     monkeypatch.undo()
@@ -194,14 +187,11 @@ def test_hidden_text_is_hidden(family, sees, hides):
             close(got, recomputed(lm, row.ids, stream=stream, sees=sees, hides=hides), 1e-4)
     # With the latents fixed, nothing of the question is left; without hiding, it is.
     fixed = replacement("zero", whole)
-    hidden_part = [
-        range(0 if hides is None else r.ids.index(LATENT) - hides, r.ids.index(START)) if LATENT in r.ids else range(0)
-        for r in ROWS
-    ]
-    other = [
-        Row([5 if t in part else x for t, x in enumerate(r.ids)], r.labels)
-        for r, part in zip(ROWS, hidden_part, strict=True)
-    ]
+    other = []
+    for r in ROWS:
+        first = r.ids.index(LATENT) if LATENT in r.ids else 0
+        part = range(0 if hides is None else first - hides, r.ids.index(START) if first else 0)
+        other.append(Row([5 if t in part else x for t, x in enumerate(r.ids)], r.labels))
     for config, hidden in [(replace(CONFIG, sees=sees, hides=hides), True), (CONFIG, False)]:
         ends = [rows_of(passes(model, rows, config=config, replace=fixed)[0]) for rows in (ROWS, other)]
         for row, mine, theirs in zip(ROWS, *ends, strict=True):

@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from families import TRIGGERS, attached, close, differ, open_gate, settings, tiny, tokens, unchecked_types
+from families import FAMILIES, TRIGGERS, attached, close, differ, open_gate, settings, tiny, tokens, unchecked_types
 from sidestream import Window, attach
-from sidestream.lm.decode import LeanDecoder
+from sidestream.lm.blocks import decoder_blocks
+from sidestream.lm.decode import LeanDecoder, greedy
 from sidestream.lm.lean import Linear, packed
+from sidestream.papers.experiment import from_json, to_json
+from sidestream.papers.speed import Speed, cell, interleaved, over, run_speed, table2, table4
 
 IDS, GOALS = tokens(3, 12), tokens(3, 5, seed=1)
 PAD = (3, 0, 5)
@@ -142,6 +145,33 @@ def test_the_encoder_reads_a_piece_a_trigger_and_every_token_once(monkeypatch):
     assert len(heads) == 1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_encoder_runs_no_block_above_the_layer_read(family, monkeypatch):
+    model = attached(family, "static")
+    _, blocks = decoder_blocks(model.lm)
+    ran = [recorded(monkeypatch, block, "forward") for block in blocks]
+    for layer, count in ((0, 0), (1, 1), (-2, 1), (2, 2), (-1, 2)):
+        for calls in ran:
+            calls.clear()
+        got = model.goal_hidden(GOALS, layer=layer)
+        assert sum(map(len, ran)) == count
+        with torch.no_grad():
+            expected = model.lm.base_model(GOALS, output_hidden_states=True).hidden_states
+        close(got, expected[layer])
+        differ(got, expected[0 if layer else 1])
+
+
+def test_answers_do_not_depend_on_the_batch_they_share():
+    model = attached("gpt2", "static")
+    forced = [IDS[0, :n].tolist() for n in (12, 3, 7, 5)]
+    state = model.encode_goal(tokens(4, 5, seed=2))
+    options = dict(new_tokens=6, window=8)
+    together = greedy(model, forced, goal=state, batch_size=2, **options)
+    for row, ids in enumerate(forced):
+        assert greedy(model, [ids], goal=state.select(torch.tensor([row])), **options) == [together[row]]
+    assert len(set(map(tuple, together))) > 1
+
+
 def test_memory_of_a_rollout_is_flat():
     model = open_gate(attach(tiny("llama"), goal=settings("dynamic"), encoder=tiny("llama", seed=1, width=24)))
     window = Window(size=16, policy="rolling", encoder_size=8)
@@ -163,6 +193,45 @@ def test_a_packed_map_is_the_same_map():
         close(linear.add_to(torch.ones(3, 7), hidden), 1 + hidden @ matrix + bias)
     assert packed(matrix, None, rows=1).matrix.data_ptr() == matrix.data_ptr()  # no copy where it lies right
     assert packed(matrix, None, rows=3).matrix.is_contiguous() is False
+
+
+# -------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize("make, own", [(table2, "static"), (table4, "dynamic")])
+def test_a_table_runs_at_smoke_scale(make, own, tmp_path):
+    plan = replace(make("smoke"), windows=(16,), batches=(2,), repeats=2, new_tokens=4)
+    assert from_json(Speed, to_json(plan)) == plan
+    results = run_speed(plan, tmp_path / "run", command="tests")
+    rows = {(cell["arm"], cell["metric"]) for cell in results["cells"]}
+    ratios = {(own, f"{own}_over_small"), (own, f"{own}_over_large")}
+    assert rows == ratios | {(arm, "tokens_per_s") for arm in (own, "small", "large")}
+    assert len(results["cells"]) == 5 * len(plan.families)
+    assert all(cell["n"] == len(cell["samples"]) == 2 and cell["value"] > 0 for cell in results["cells"])
+    assert run_speed(plan, tmp_path / "run", command="tests", resume=True) == results
+    with pytest.raises(ValueError, match="already holds this run"):
+        run_speed(plan, tmp_path / "run", command="tests")
+
+
+def test_a_ratio_is_taken_within_a_round():
+    """The machine slows down tenfold in the second round: both arms do, and the ratio stays."""
+    rounds = {"ours": iter([9.0, 1.0, 10.0, 1.0]), "theirs": iter([9.0, 2.0, 20.0, 2.2])}
+    seconds = interleaved({name: lambda it=it: next(it) for name, it in rounds.items()}, 3)
+    assert seconds["ours"] == [1.0, 10.0, 1.0]  # the first round is a warm-up
+    one = cell("ours", "ours_over_theirs", {}, over(seconds["theirs"], seconds["ours"]))
+    assert one["value"] == 2.0 and one["samples"] == [2.0, 2.0, 2.2]
+
+
+def test_settings_that_make_no_sense():
+    for change, message in [
+        ({"windows": ()}, "windows is empty"),
+        ({"dtypes": ("fp16",)}, "'fp16' is unknown; use fp32 or bf16"),
+        ({"families": ("opt",)}, "'opt' is unknown"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"batches": (0,)}, "at least 1 row"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            replace(table2("smoke"), **change)
 
 
 # -------------------------------------------------------------------- refusals

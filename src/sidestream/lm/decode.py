@@ -29,7 +29,8 @@ class LeanDecoder:
 
     Args:
         model: an `AttachedLM` on GPT-2 or Llama, or such a model alone.
-        rows: B, rows a batch will have. Any number decodes right; the layout is chosen for this one.
+        rows: B, rows a batch will have, times W where each token encodes its window anew. Any number decodes right; the
+            layout is chosen for this one.
         window: W or a `Window`, as for `generate`.
 
     Raises:
@@ -50,7 +51,8 @@ class LeanDecoder:
             reader = attached.encoder if attached.encoder is not None else lm
             self.channel = attached.channel
             self.maps = TrackerMaps(self.channel, rows=rows)
-            self.reader = self.stack if reader is lm else Stack(reader, rows=rows)
+            # It reads what came since the last trigger in one piece: several rows, even of a single text.
+            self.reader = self.stack if reader is lm else Stack(reader, rows=max(rows, 4))
             layer, depth = self.channel.config.tracker_layer, len(self.reader.blocks)
             self.depth = None if layer in (-1, depth) else layer % (depth + 1)
             self.triggers = torch.zeros(lm.config.vocab_size, dtype=torch.bool, device=lm.device)
@@ -272,18 +274,21 @@ def greedy(
     Returns:
         `new_tokens` ids per row.
     """
-    rows: list[list[int]] = [list(ids[-window:]) for ids in forced]
+    # Rows of like length share a batch, so that little of it is padding.
+    order = sorted(range(len(forced)), key=lambda row: min(len(forced[row]), window))
+    rows: list[list[int]] = [list(forced[row][-window:]) for row in order]
     head: Any = (model.lm if isinstance(model, AttachedLM) else model).get_output_embeddings()
     for _ in range(new_tokens):
         for start in range(0, len(rows), batch_size):
             part = slice(start, min(start + batch_size, len(rows)))
             state = None
             if goal is not None:
-                state = goal.select(torch.arange(part.start, part.stop, device=goal.device))
+                state = goal.select(torch.tensor(order[part], device=goal.device))
             states = last_states(model, [row[-window:] for row in rows[part]], goal=state)
             for row, token in zip(rows[part], head(states).argmax(dim=-1).tolist(), strict=True):
                 row.append(token)
-    return [row[-new_tokens:] for row in rows]
+    found = dict(zip(order, rows, strict=True))
+    return [found[row][-new_tokens:] for row in range(len(rows))]
 
 
 @torch.no_grad()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sidestream.lm.blocks import learned_positions, takes, text_config
+from sidestream.lm.blocks import decoder_blocks, learned_positions, takes, text_config
 from sidestream.lm.cache import CACHE_NAME, LatentCache, chunks, feed_for, positions_of
 from sidestream.lm.terms import InForce
 
@@ -43,6 +44,8 @@ def goal_ids(
 def read(reader: PreTrainedModel, layer: int, ids: Tensor, mask: Tensor | None, cache: LatentCache | None) -> Tensor:
     """(B, T, E) hidden states of tokens at one layer, every channel closed, without gradients or dropout.
 
+    Blocks above that layer do not run.
+
     Raises:
         ValueError: the text is longer than the reader's table of positions.
     """
@@ -57,9 +60,40 @@ def read(reader: PreTrainedModel, layer: int, ids: Tensor, mask: Tensor | None, 
                 if piece_mask is not None and takes(reader, "position_ids"):
                     feed["position_ids"] = positions_of(piece_mask)
             _check_table(reader, piece, feed["attention_mask"])
-            out = reader.base_model(**feed, output_hidden_states=True, use_cache=cache is not None)
-            hidden.append(out.hidden_states[layer])
+            hidden.append(_up_to(reader, layer, {**feed, "use_cache": cache is not None}))
     return torch.cat(hidden, dim=1)
+
+
+# A context variable: the hook may hang on a model that other threads are decoding with.
+_READING: ContextVar[bool] = ContextVar("sidestream_reading", default=False)
+
+
+class _Reached(Exception):
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+def _stop(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    if _READING.get():
+        raise _Reached(args[0] if args else kwargs["hidden_states"])
+
+
+def _up_to(reader: PreTrainedModel, layer: int, feed: dict[str, Any]) -> Tensor:
+    base: Any = reader.base_model
+    _, blocks = decoder_blocks(reader)
+    if layer in (-1, len(blocks)):
+        return base(**feed, output_hidden_states=True).hidden_states[-1]  # behind the last norm
+    hook = blocks[layer % (len(blocks) + 1)].register_forward_pre_hook(_stop, with_kwargs=True)
+    token = _READING.set(True)
+    try:
+        base(**feed)
+    except _Reached as reached:
+        return reached.hidden
+    finally:
+        _READING.reset(token)
+        hook.remove()
+    raise AssertionError("no block ran")
 
 
 def _check_table(reader: PreTrainedModel, ids: Tensor, mask: Any) -> None:

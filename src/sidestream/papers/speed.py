@@ -263,7 +263,8 @@ def decoding_cells(plan: Speed, *, dynamic: bool, batch: int, dtype: str, family
             new = max(4, new // 4)  # several rows take a token as long as several tokens
         text = texts(plan, batch, length)
         window = Window(size=size, policy="rolling" if family == "llama" else "reindex")
-        decoders = {name: LeanDecoder(lm, rows=batch, window=window) for name, lm in {own: model, **lms}.items()}
+        rows = batch * size if window.policy == "reindex" and length > size else batch
+        decoders = {name: LeanDecoder(lm, rows=rows, window=window) for name, lm in {own: model, **lms}.items()}
         goals = text[:, : plan.goal_tokens]
         state = model.encode_goal(goals)
         functions = {

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from sidestream.channels import StreamConfig
 from sidestream.lm.attach import attach
@@ -108,20 +107,8 @@ def flat_trigger(plan: Speed, *, batch: int, dtype: str) -> Cells:
 def stream_over_coconut(plan: Speed, *, batch: int, dtype: str) -> Cells:
     """AGCLR's time over CoCoNuT's, a training step and a batch of answers: the same passes with and without stream."""
     drawn, vocabulary = random.Random(plan.seed), max(plan.vocabulary, 64)
-    config = GPT2Config(
-        vocab_size=vocabulary,
-        n_embd=plan.width,
-        n_layer=plan.large_layers,
-        n_head=plan.heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     torch.manual_seed(plan.seed)
-    lm: Any = GPT2LMHeadModel(config)
-    lm.to(device=device_of(), dtype=dtype_of(dtype))
+    lm = bare(replace(plan, vocabulary=vocabulary), plan.large_layers, dtype)
     model = attach(lm, stream=StreamConfig())
     layout = Layout(start_id=vocabulary - 3, latent_id=vocabulary - 2, end_id=vocabulary - 1)
     passes, clock = PassConfig(latent_id=layout.latent_id), Clock(plan.clock)
