@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -325,22 +325,30 @@ def measure_memory() -> None:
 
     plan, arm, batch, size = from_json(Speed, asked["plan"]), asked["arm"], asked["batch"], asked["size"]
     torch.set_num_threads(plan.threads)
-    torch.randn(8, 8, device=device_of()).matmul(torch.randn(8, 8, device=device_of()))  # libraries load at first use
+    # Libraries take memory at first use, whatever the arm.
+    tiny = replace(plan, vocabulary=64, width=32, heads=2, layers=1, large_layers=1)
+    _last_tokens(*_loaded(tiny, arm, batch, asked["dtype"], size))
+    gc.collect()
     before = 0 if torch.cuda.is_available() else _rss("VmRSS")
     decoder, goal, text = _loaded(plan, arm, batch, asked["dtype"], size)
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    rollout = decoder.start(batch, capacity=text.shape[1], goal=goal)
+    _last_tokens(decoder, goal, text)
+    print(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _rss("VmHWM") - before)
+
+
+def _last_tokens(decoder: LeanDecoder, goal: Any, text: Tensor) -> None:
+    """Read a text and decode its last 8 tokens, the count of the peak begun before them."""
+    rollout = decoder.start(len(text), capacity=text.shape[1], goal=goal)
     rollout.force(text[:, :-8])
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from here
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     for column in text[:, -8:].split(1, dim=1):
         rollout.feed(column)
-    print(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _rss("VmHWM") - before)
 
 
 def _loaded(plan: Speed, arm: str, batch: int, dtype: str, size: int) -> tuple[LeanDecoder, Any, Tensor]:
