@@ -9,13 +9,14 @@ than any window they are meant for: what they ask can be known from the channel 
 import argparse
 from pathlib import Path
 
-from sidestream.tasks.base import write_jsonl
+from sidestream.tasks.base import Split, write_jsonl
 from sidestream.tasks.needle import FACTS, needles
 
 
 def main(out, count, test, words, test_words, facts, filler, seed):
     out.mkdir(parents=True, exist_ok=True)
-    for split, number, lengths in (("train", count, words), ("test", test, test_words)):
+    jobs: list[tuple[Split, int, list[int]]] = [("train", count, words), ("test", test, test_words)]
+    for split, number, lengths in jobs:
         path = out / f"{split}.jsonl"
         write_jsonl(needles(split, number, seed=seed, words=lengths, facts=facts, filler=filler), path)
         print(f"{path}: {number} records, {lengths[0]} to {lengths[1]} words before the question")
