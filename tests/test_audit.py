@@ -105,6 +105,9 @@ def test_a_player_of_its_vector_ignores_every_text():
     attacks = Follower("vector")
     for place in ("front", "middle", "end", "repeated"):
         assert rates(attacks, f"override restate, {place}") == dict.fromkeys(DEFENCES, (0.0, 1.0, 0.0))
+    ahead = rates(attacks, "override restate, head")
+    assert ahead["none"] == ahead["codes"] == (0.0, 1.0, 0.0)
+    assert ahead["arbitration"] == ahead["signed"] == (0.0, 0.0, 1.0)  # who reads the head reads the attacker's goal
     replaced = rates(attacks, "prompt replaced")
     assert replaced["none"] == replaced["codes"] == (0.0, 1.0, 0.0)
     assert replaced["arbitration"] == replaced["signed"] == (0.0, 0.0, 1.0)  # text and vector disagree
@@ -153,6 +156,15 @@ def test_every_tampered_seal_is_refused_and_every_honest_one_accepted():
     assert not attacks._unsealed(attacks.seals[0], attacks.problems[1].goal, attacks.honest[0])
     forged = attacks._forged(attacks.seals[0], attacks.honest[0])
     assert forged == attacks.seals[0] and attacks._forged(forged, attacks.honest[1]) != forged
+
+
+def test_an_override_at_the_head_pushes_the_goal_back():
+    attacks = Attacks(subject(), SMOKE)
+    tried = attacks.attacks["override restate, head"]("none")
+    for row, text in enumerate(tried.texts):
+        own, wanted = attacks.problems[row], attacks.problems[attacks.others[row]]
+        assert tuple(text[:4]) == wanted.goal + own.goal and text[-2:] == own.question
+        assert len(text) == len(own.text) and tried.stated[row] == wanted.goal
 
 
 def test_an_attacker_who_tries_every_override_is_at_least_as_good():

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ from sidestream.papers.audit import DEFENCES, Audit
 from sidestream.papers.audit_subjects import Ids, Subject
 
 ANY_OVERRIDE = "any override"
+HEAD = "head"
+"""Place of an override before the goal's own text, which moves back: a model may read its goal off fixed positions."""
 OUT_OF_VIEW = "out of view"
 _SPARE = 16
 
@@ -88,7 +90,7 @@ class Attacks:
         add("none", self._nothing)
         self.override_names = []
         for template in self.problems[0].overrides:
-            for place in PLACES:
+            for place in (*PLACES, HEAD):
                 self.override_names.append(f"override {template}, {place}")
                 add(self.override_names[-1], partial(self._override, template, place))
         add("prompt replaced", self._prompt)
@@ -266,11 +268,21 @@ class Attacks:
     def _nothing(self, defence: str) -> Tried:
         return self._once("nothing", lambda: self._with(self.honest, Cost(forwards=len(self.problems))))
 
-    def _override(self, template: str, place: Place, defence: str) -> Tried:
+    def _override(self, template: str, place: str, defence: str) -> Tried:
         def make() -> Tried:
-            words = [problem.overrides[template] for problem in self.problems]
-            texts = [self._inserted(row, ids, place)[0] for row, ids in enumerate(words)]
-            return Tried(texts, [p.stated for p in self.problems], self.honest, Cost(forwards=len(texts)))
+            texts, stated = [], []
+            for row, problem in enumerate(self.problems):
+                ids, goal = problem.overrides[template], problem.stated
+                if place == HEAD:
+                    # As many of the oldest distractors make room, where there are as many.
+                    fits = len(ids) if len(ids) <= len(problem.context) else 0
+                    texts.append(ids + goal + problem.context[fits:] + problem.question)
+                    # Whoever reads the goal off the head of the text reads this.
+                    stated.append(texts[-1][: len(goal)])
+                else:
+                    texts.append(self._inserted(row, ids, cast(Place, place))[0])
+                    stated.append(goal)
+            return Tried(texts, stated, self.honest, Cost(forwards=len(texts)))
 
         return self._once("override", make)
 

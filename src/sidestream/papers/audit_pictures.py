@@ -22,7 +22,7 @@ DEFENCES = {
 }
 EXPLAINED = {
     "none": "nothing is attacked: right answers, and how often the attacker's comes by chance",
-    "override": "a sentence that states the attacker's goal, among the distractors",
+    "override": "a sentence that states the attacker's goal: among the distractors, or before the goal's text (head)",
     "any": "the attacker tries every override above",
     "prompt": "the text's own goal replaced by the attacker's",
     "token": "greedy coordinate gradient (GCG) from an override's words, fewer problems",

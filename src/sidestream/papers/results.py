@@ -81,9 +81,7 @@ ARMS = {
         "hardened": "Latent-Forced + overrides in training",
         "dynamic": "Latent-Forced, Dynamic",
         "model": "the model",
-        **{f"latent_forced-p{p}": f"Latent-Forced, p = {p}" for p in ("0.1", "0.3", "0.5", "0.9")},
-        "blocksworld-standard": "Standard, Blocksworld",
-        "blocksworld-latent_forced-p0.3": "Latent-Forced, p = 0.3, Blocksworld",
+        "latent_forced-p0.3": "Latent-Forced, p = 0.3",
     },
     **dict.fromkeys(("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"), _AGCLR),
 }
