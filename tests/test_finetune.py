@@ -99,6 +99,7 @@ def test_stopped_at_any_moment_it_ends_with_the_same_weights(words, records, tmp
     assert not same(weights(whole), weights(other))
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_give_the_step(words, records, tmp_path):
     whole = finetune(fresh(words), words, records, SMALL, tmp_path / "whole")
     parts = finetune(fresh(words), words, records, replace(SMALL, accumulate=4), tmp_path / "parts")
@@ -109,6 +110,7 @@ def test_parts_of_a_step_give_the_step(words, records, tmp_path):
         finetune(fresh(words), words, records, replace(SMALL, accumulate=3), tmp_path / "odd")
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_and_bf16(words, records, tmp_path):
     one = replace(SMALL, steps=2)
     plain = finetune(fresh(words), words, records, one, tmp_path / "plain")
