@@ -386,10 +386,10 @@ def span(numbers: Iterable[int]) -> str:
 
 def reading(table: Pivot, seeds: Sequence[int]) -> str:
     """How to read the numbers: unit, spread, interval."""
-    unit = "Percent; " if all(metric in METRICS for metric, _, _ in table.rows) else ""
-    if len(seeds) > 1:
     if not any(entry.ci or entry.sem for row in table.rows.values() for entry in row.values()):
         return "Medians over the rounds of one run, in which arms take turns."
+    unit = "Percent; " if all(metric in METRICS for metric, _, _ in table.rows) else ""
+    if len(seeds) > 1:
         return (
             f"{unit}mean ± SEM over {len(seeds)} seeds; brackets: 95% Wilson interval over the problems of all seeds."
         )
