@@ -262,7 +262,8 @@ def _notes(e: LatentExperiment, directory: Path) -> list[str]:
         notes.append(
             "Latents at test: `zero`, `noise` (Gaussian, each of the length of what it replaces), `mean` over "
             "problems, `first` of the row in every slot, `other` problem's, `permuted`, or only the first `depth` of "
-            "them. In `masked`, `depth 0` shows the question again."
+            "them, where a model that has seen earlier stages writes the other steps in words. In `masked`, `depth 0` "
+            "shows the question again."
         )
     if e.table == "agclr.retention":
         return [*notes, "Bands: 95% intervals of the mean over problems."]
