@@ -253,6 +253,7 @@ def rate(hit):
     return float(hit.float().mean())
 
 
+@pytest.mark.slow
 def test_the_trained_model_obeys_one_channel_at_a_time():
     texts, vectors, goals, others, _ = scene()
     honest, attacked = Objective(trained(), goals), Objective(trained(), others)

@@ -144,6 +144,7 @@ def test_rows_hold_the_last_window_and_count_the_whole_step(words):
     assert batch["pooled"].shape == (2, 3) and batch["count"].tolist() == [rows[0]["count"]] * 2
 
 
+@pytest.mark.slow
 def test_eight_goals_are_learned_by_the_channel_alone(words, tmp_path):
     """The base model is random and frozen: what it says right it has from the vector, and from the right one."""
     write_goals(tmp_path / "eight.jsonl", 8, words=[30, 40], facts=["colour"])

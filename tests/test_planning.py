@@ -241,6 +241,7 @@ def test_noise_changes_the_terms() -> None:
     assert not torch.allclose(honest.terms, noisy.terms)
 
 
+@pytest.mark.slow
 def test_table3_smoke_has_every_cell(tmp_path: Path) -> None:
     experiment = table3("smoke")
     results = run_table3(experiment, tmp_path / "run", command="sidestream run lsar.table3 --scale smoke", jobs=1)
@@ -305,6 +306,7 @@ def test_own_prefixes_are_the_base_models_and_end_at_the_goal(smoke: Path) -> No
     assert len(models.encoded("ours", own=True)) == models.experiment.train_problems + len(own)
 
 
+@pytest.mark.slow
 def test_drawn_rollouts_are_legal(smoke: Path) -> None:
     models = finished(smoke, "dynamic_state")
     lm, _ = models.load("dynamic_state")
@@ -317,6 +319,7 @@ def test_drawn_rollouts_are_legal(smoke: Path) -> None:
         assert all(end.failure in (None, "step_limit") for end in drawn)
 
 
+@pytest.mark.slow
 def test_solve_keeps_the_shortest_plan_and_says_what_is_wrong(smoke: Path) -> None:
     config = BlocksworldConfig(blocks=(3,))
     problems = [example.problem for example in examples(config, "train", 5)]

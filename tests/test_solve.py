@@ -30,6 +30,7 @@ def files(rows: list[dict]) -> list[str]:
     return [str(DATA / "problems" / f"{row['id']}.pddl") for row in rows]
 
 
+@pytest.mark.slow
 def test_every_plan_written_is_valid(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("unified_planning", reason="the `plan` extra is not installed")
     from unified_planning.engines import SequentialPlanValidator

@@ -338,6 +338,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_whole_report_of_table_3(whole: Path) -> None:
     page = Page(whole / "report.html")
     assert page.open == []

@@ -223,6 +223,7 @@ def test_reconstruction_equals_its_loops():
     assert module(vector, other).item() != pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_reconstruction_keeps_what_vicreg_lets_go():
     """Eight goals, two trajectories: with VICReg alone goals of one trajectory become one, with the other term not."""
     pooled = torch.eye(8)
