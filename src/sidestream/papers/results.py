@@ -426,7 +426,8 @@ def markdown_table(results_files: Sequence[Path | str]) -> str:
             raise ValueError(f"{path}: a smoke run shows that the code runs, its numbers are not for quoting")
         for name in ("table", "scale", "settings"):
             ours, theirs = (
-                {k: v for k, v in flat(r[name]).items() if k.split(".")[-1] != "seed"} for r in (first, result)
+                {k: v for k, v in flat(r[name]).items() if k.split(".")[-1] not in ("seed", "models")}
+                for r in (first, result)
             )
             if ours != theirs:
                 raise ValueError(f"{path}: {name} differs from {results_files[0]}: seeds of one experiment only")
