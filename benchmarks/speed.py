@@ -111,9 +111,9 @@ def main() -> None:
 
     import torch
 
-    from sidestream.papers.experiment import provenance, write_whole
+    from sidestream.papers.experiment import provenance, results_of, write_whole
     from sidestream.papers.results import check_results, load_results
-    from sidestream.papers.speed import results_of
+    from sidestream.papers.speed import NOTES
 
     torch.set_num_threads(args.threads)
     started = time.monotonic()
@@ -135,7 +135,8 @@ def main() -> None:
                     print(f"  {one['metric']:<24} {one['arm']:<40} {one['value']:10.4g}   of {samples}", flush=True)
                 cells += found
     settings = {row: {k: v for k, v in vars(plan).items() if k != "table"} for row, plan in plans.items()}
-    results = {**results_of(plan, origin, started, cells), "settings": json.loads(json.dumps(settings))}
+    results = results_of(plan, origin, started, notes=NOTES, cells=cells)
+    results["settings"] = json.loads(json.dumps(settings))
     if args.out is not None:
         if args.out.exists():
             before = load_results(args.out)

@@ -244,18 +244,18 @@ class LatentModels:
             calls = self.calls(task)[len(self.shared_calls(task, arm)) :]
         return [(self.trained / task / arm / call.name, call.steps) for call in calls]
 
-    def share(self, task: str) -> None:
-        """Train the calls that arms share, as far as the directory lacks them."""
-        if any(self.shared_calls(task, arm) for arm in self.experiment.arms if arm in ARMS):
-            self._train(task, "coconut", self.fresh(task, "coconut"), SHARED, self.shared_calls(task))
+    def share(self, task: str) -> LatentLM:
+        """The model that arms start from: its calls are trained as far as the directory lacks them."""
+        module = self.fresh(task, "coconut")
+        self._train(task, "coconut", module, SHARED, self.shared_calls(task))
+        return module
 
     def load(self, task: str, arm: str) -> LatentLM:
         """An arm, trained as far as the directory lacks it, in evaluation mode."""
         module, calls = self.fresh(task, arm), self.calls(task)
         shared = self.shared_calls(task, arm)
         if shared:
-            self.share(task)
-            self._load_shared(task, module, shared[-1])
+            module.lm.load_state_dict(self.share(task).lm.state_dict())
         self._train(task, arm, module, arm, calls[len(shared) :])
         return module
 
@@ -281,18 +281,13 @@ class LatentModels:
             calls=calls,
         )
 
-    def _load_shared(self, task: str, module: LatentLM, call: Call) -> None:
-        plain = self.fresh(task, "coconut")
-        load_model(plain, str(self.trained / task / SHARED / call.name / FINAL / WEIGHTS))
-        module.lm.load_state_dict(plain.lm.state_dict())
-
     def at_stages(self, task: str, arm: str, module: LatentLM) -> Iterator[tuple[int, LatentLM]]:
         """The module with the weights it had after each stage whose weights were kept, the last one last."""
         shared = len(self.shared_calls(task, arm))
         for number, call in enumerate(self.calls(task)):
             if call.ends_stage:
                 if number < shared:
-                    self._load_shared(task, module, call)
+                    module.lm.load_state_dict(self.share(task).lm.state_dict())
                 else:
                     load_model(module, str(self.trained / task / arm / call.name / FINAL / WEIGHTS))
                 yield call.stage, module

@@ -18,8 +18,8 @@ from sidestream.lm.backbones import parameter_count
 from sidestream.lm.passes import PassConfig
 from sidestream.papers.agclr import ARMS, DERIVED, LatentExperiment, paper_value
 from sidestream.papers.agclr_models import METRICS, LatentModels
-from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
-from sidestream.papers.results import arm_name, check_results, load_results
+from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
+from sidestream.papers.results import arm_name, load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks.base import data_hash
 from sidestream.training.latent import LatentLM
@@ -65,8 +65,12 @@ def run_latent(
         for item in work:
             _evaluate(models, *item.split("/"))
     else:
-        shared = {task: models.folders(task) for task in experiment.tasks}
-        run_arms(partial(_share, experiment, directory), experiment.tasks, jobs=jobs, folders=shared)
+        shared = {
+            task: models.folders(task)
+            for task in experiment.tasks
+            if any(models.shared_calls(task, arm) for arm in trained)
+        }
+        run_arms(partial(_share, experiment, directory), list(shared), jobs=jobs, folders=shared)
         folders = {item: models.folders(*item.split("/")) for item in work}
         run_arms(partial(_worker, experiment, directory), work, jobs=jobs, folders=folders)
     records = {item: json.loads((directory / item / "arm.json").read_text(encoding="utf-8")) for item in work}
@@ -78,22 +82,17 @@ def run_latent(
         }
         if any(side.values()):
             write_whole(directory / f"{kind}.json", json.dumps(side))
-    results = {
-        "table": experiment.table,
-        "scale": experiment.scale,
-        "seed": experiment.seed,
-        **origin,
-        "wall_s": round(time.monotonic() - started, 1),
-        "settings": to_json(experiment),
-        "parameters": {item: record["parameters"] for item, record in records.items()},
-        "notes": _notes(experiment, directory),
-        "cells": [
+    return write_results(
+        experiment,
+        directory,
+        origin,
+        started,
+        parameters={item: record["parameters"] for item, record in records.items()},
+        notes=_notes(experiment, directory),
+        cells=[
             cell for task in experiment.tasks for arm in experiment.arms for cell in found[f"{task}/{arm}"]["cells"]
         ],
-    }
-    check_results(results)
-    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    return results
+    )
 
 
 def _origin(models: LatentModels, command: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from sidestream.papers.audit import DEFENCES, Audit
 from sidestream.papers.audit_attacks import ANY_OVERRIDE, Attacks, best_override
 from sidestream.papers.audit_subjects import Subject, subject, subjects
 from sidestream.papers.authority import UTILITY
-from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
-from sidestream.papers.results import arm_name, check_results, load_results
+from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
+from sidestream.papers.results import arm_name, load_results
 from sidestream.papers.workers import default_jobs, run_arms
 
 SEALS = "seals"
@@ -56,23 +56,18 @@ def run_audit(
         swept = load_results(authority)
         if swept["table"] == "lsar.table5":
             write_whole(directory / "authority.json", json.dumps(swept["cells"]))
-    results = {
-        "table": experiment.table,
-        "scale": experiment.scale,
-        "seed": experiment.seed,
-        **origin,
-        "wall_s": round(time.monotonic() - started, 1),
-        "settings": to_json(experiment),
-        "costs": {
+    return write_results(
+        experiment,
+        directory,
+        origin,
+        started,
+        costs={
             name: {attack: found["cost"] for attack, found in record.items() if attack != SEALS}
             for name, record in records.items()
         },
-        "notes": _notes(experiment, names, records),
-        "cells": cells,
-    }
-    check_results(results)
-    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    return results
+        notes=_notes(experiment, names, records),
+        cells=cells,
+    )
 
 
 def _attack(experiment: Audit, directory: Path, name: str, *, show: bool = False) -> None:

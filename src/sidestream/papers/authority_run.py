@@ -21,9 +21,9 @@ from sidestream.lm.backbones import parameter_count
 from sidestream.lm.decode import greedy
 from sidestream.papers.authority import CONDITIONS, METRICS, UTILITY, Table5, Trained, paper_table5
 from sidestream.papers.authority_models import AuthorityPlans, HuntModels, blank_goal
-from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
+from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
 from sidestream.papers.planning_run import noise_like
-from sidestream.papers.results import arm_name, check_results, load_results
+from sidestream.papers.results import arm_name, load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks import treasure
 from sidestream.tasks.blocksworld import Problem
@@ -64,20 +64,15 @@ def run_table5(
         run_arms(partial(_worker, experiment, directory), [t.name for t in order], jobs=jobs, folders=folders)
     records = {trained.name: json.loads(run.record(trained).read_text(encoding="utf-8")) for trained in models}
     cells = [cell for record in records.values() for cell in record["cells"]]
-    results = {
-        "table": experiment.table,
-        "scale": experiment.scale,
-        "seed": experiment.seed,
-        **origin,
-        "wall_s": round(time.monotonic() - started, 1),
-        "settings": to_json(experiment),
-        "parameters": {name: record["parameters"] for name, record in records.items()},
-        "notes": _notes(experiment, cells),
-        "cells": cells,
-    }
-    check_results(results)
-    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    return results
+    return write_results(
+        experiment,
+        directory,
+        origin,
+        started,
+        parameters={name: record["parameters"] for name, record in records.items()},
+        notes=_notes(experiment, cells),
+        cells=cells,
+    )
 
 
 def _worker(experiment: Table5, directory: Path, name: str) -> None:

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -15,6 +16,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
+
+from sidestream.papers.results import check_results
 
 T = TypeVar("T")
 
@@ -178,6 +181,40 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(0)
     return found
+
+
+def results_of(experiment: Any, origin: dict[str, Any], started: float, **rest: Any) -> dict[str, Any]:
+    """What a results file holds, checked.
+
+    Args:
+        experiment: has a table, a scale and a seed; its settings are recorded.
+        origin: of `record_call`.
+        started: `time.monotonic()` when the call began.
+        rest: cells, notes and what else a table records, in the order of the file.
+
+    Raises:
+        ValueError: it is no results file (`results.check_results`).
+    """
+    results = {
+        "table": experiment.table,
+        "scale": experiment.scale,
+        "seed": experiment.seed,
+        **origin,
+        "wall_s": round(time.monotonic() - started, 1),
+        "settings": to_json(experiment),
+        **rest,
+    }
+    check_results(results)
+    return results
+
+
+def write_results(
+    experiment: Any, directory: Path, origin: dict[str, Any], started: float, **rest: Any
+) -> dict[str, Any]:
+    """`results_of` as the run directory's results.json, which ends the run."""
+    results = results_of(experiment, origin, started, **rest)
+    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
+    return results
 
 
 def _git_state(folder: Path) -> tuple[str, bool]:

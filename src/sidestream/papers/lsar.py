@@ -20,8 +20,8 @@ from sidestream.evaluation.probes import project, treasure_states
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.backbones import Backbone, parameter_count
 from sidestream.lm.text import Vocabulary
-from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
-from sidestream.papers.results import check_results, load_results
+from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
+from sidestream.papers.results import load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks import treasure
 from sidestream.training.batches import RowConfig
@@ -258,20 +258,15 @@ def run_table1(
     if states:
         facts = {name: next(iter(states.values()))[name] for name in ("H", "W", "perplexity")}
         (directory / "tsne.json").write_text(json.dumps({**facts, "arms": states}), encoding="utf-8")
-    results = {
-        "table": experiment.table,
-        "scale": experiment.scale,
-        "seed": experiment.seed,
-        **origin,
-        "wall_s": round(time.monotonic() - started, 1),
-        "settings": to_json(experiment),
-        "parameters": {arm: record["parameters"] for arm, record in arms.items()},
-        "notes": _notes(experiment, origin["calls"]),
-        "cells": [cell for record in arms.values() for cell in record["cells"]],
-    }
-    check_results(results)
-    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    return results
+    return write_results(
+        experiment,
+        directory,
+        origin,
+        started,
+        parameters={arm: record["parameters"] for arm, record in arms.items()},
+        notes=_notes(experiment, origin["calls"]),
+        cells=[cell for record in arms.values() for cell in record["cells"]],
+    )
 
 
 def _table1_worker(experiment: Table1, directory: Path, arm: str) -> None:

@@ -19,10 +19,10 @@ from sidestream.evaluation.stats import mcnemar_exact, wilson
 from sidestream.evaluation.tracking import movement_pairs, trigger_cost, vector_movement
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.backbones import parameter_count
-from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
+from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
 from sidestream.papers.planning import ARMS, DERIVED, Table3, paper_table3
 from sidestream.papers.planning_models import PlanModels
-from sidestream.papers.results import arm_name, check_results, load_results
+from sidestream.papers.results import arm_name, load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks.blocksworld_data import END, data_hash
 from sidestream.tasks.blocksworld_loop import Episode, episodes, score_rollout
@@ -64,20 +64,15 @@ def run_table3(
     found = {arm: cells for record in records.values() for arm, cells in record["cells"].items()}
     _pick_rollouts(models)
     _track(models, trained)
-    results = {
-        "table": experiment.table,
-        "scale": experiment.scale,
-        "seed": experiment.seed,
-        **origin,
-        "wall_s": round(time.monotonic() - started, 1),
-        "settings": to_json(experiment),
-        "parameters": {arm: record["parameters"] for arm, record in records.items()},
-        "notes": _notes(experiment, directory),
-        "cells": [cell for arm in experiment.arms for cell in found[arm]],
-    }
-    check_results(results)
-    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    return results
+    return write_results(
+        experiment,
+        directory,
+        origin,
+        started,
+        parameters={arm: record["parameters"] for arm, record in records.items()},
+        notes=_notes(experiment, directory),
+        cells=[cell for arm in experiment.arms for cell in found[arm]],
+    )
 
 
 def _prepare(models: PlanModels, recipe: str) -> None:

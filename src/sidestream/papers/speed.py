@@ -32,8 +32,14 @@ from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.backbones import Backbone
 from sidestream.lm.cache import Window
 from sidestream.lm.decode import LeanDecoder
-from sidestream.papers.experiment import open_run, record_call, to_json, write_whole
-from sidestream.papers.results import check_results, load_results
+from sidestream.papers.experiment import open_run, record_call, to_json, write_results
+from sidestream.papers.results import load_results
+
+NOTES = [
+    "A ratio is the median of the ratios within a round; arms take turns. Goals are encoded within the time.",
+    "Weights are random and of the paper's sizes. Numbers that are no ratios hold for this machine only.",
+]
+"""What every results file of speed says of its numbers."""
 
 COMMA = 3
 """The trigger token of Table 4's scripted plans."""
@@ -393,27 +399,4 @@ def run_speed(
             if experiment.memory:
                 for size in experiment.windows:
                     cells += memory_cells(experiment, dynamic=dynamic, batch=batch, dtype=dtype, size=size)
-    results = results_of(experiment, origin, started, cells)
-    write_whole(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    return results
-
-
-def results_of(
-    experiment: Speed, origin: dict[str, Any], started: float, cells: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """A results file of these cells."""
-    results = {
-        "table": experiment.table,
-        "scale": experiment.scale,
-        "seed": experiment.seed,
-        **origin,
-        "wall_s": round(time.monotonic() - started, 1),
-        "settings": to_json(experiment),
-        "notes": [
-            "A ratio is the median of the ratios within a round; arms take turns. Goals are encoded within the time.",
-            "Weights are random and of the paper's sizes. Numbers that are no ratios hold for this machine only.",
-        ],
-        "cells": cells,
-    }
-    check_results(results)
-    return results
+    return write_results(experiment, directory, origin, started, notes=NOTES, cells=cells)
