@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +26,14 @@ class Backbone:
     """D (LS-AR: d = 512)."""
     heads: int = 8
     """Attention heads; the paper does not say."""
-    family: Literal["gpt2", "llama"] = "gpt2"
+    family: Literal["gpt2", "llama", "qwen3"] = "gpt2"
     """`gpt2`: LayerNorm, GELU, 4x MLP, learned positions (the paper's). `llama`: RMSNorm, SwiGLU of as many weights,
-    rotary positions, no table to run out of; small ones learn look-ups and plans in a fraction of the steps."""
+    rotary positions, no table to run out of; small ones learn look-ups and plans in a fraction of the steps. `qwen3`:
+    the same with normalised queries and keys, which takes a further third off (LOG.md)."""
 
     def __post_init__(self) -> None:
-        if self.family not in ("gpt2", "llama"):
-            raise ValueError(f"family is {self.family!r}; use 'gpt2' or 'llama'")
+        if self.family not in ("gpt2", "llama", "qwen3"):
+            raise ValueError(f"family is {self.family!r}; use 'gpt2', 'llama' or 'qwen3'")
         for name in ("layers", "width", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -39,21 +48,24 @@ class Backbone:
             window: W, the number of learned positions; rotary ones have no end, and it is only noted.
             pad_id: also stands in for begin and end tokens, which these models never see.
         """
-        if self.family == "llama":
-            return LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=vocabulary,
-                    max_position_embeddings=window,
-                    hidden_size=self.width,
-                    # Three matrices of 8/3 D instead of two of 4 D, rounded to whole vector registers.
-                    intermediate_size=max(16, self.width * 8 // 3 // 16 * 16),
-                    num_hidden_layers=self.layers,
-                    num_attention_heads=self.heads,
-                    tie_word_embeddings=True,
-                    bos_token_id=pad_id,
-                    eos_token_id=pad_id,
-                    pad_token_id=pad_id,
-                )
+        if self.family != "gpt2":
+            shape: dict[str, Any] = {
+                "vocab_size": vocabulary,
+                "max_position_embeddings": window,
+                "hidden_size": self.width,
+                # Three matrices of 8/3 D instead of two of 4 D, rounded to whole vector registers.
+                "intermediate_size": max(16, self.width * 8 // 3 // 16 * 16),
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "tie_word_embeddings": True,
+                "bos_token_id": pad_id,
+                "eos_token_id": pad_id,
+                "pad_token_id": pad_id,
+            }
+            if self.family == "llama":
+                return LlamaForCausalLM(LlamaConfig(**shape))
+            return Qwen3ForCausalLM(
+                Qwen3Config(**shape, num_key_value_heads=self.heads, head_dim=self.width // self.heads)
             )
         config = GPT2Config(
             vocab_size=vocabulary,

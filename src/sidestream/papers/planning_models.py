@@ -102,10 +102,8 @@ class PlanModels:
     def folders(self, arm: str) -> list[tuple[Path, int]]:
         """Stage folders of an arm and their steps, for the progress display."""
         e, spec = self.experiment, ARMS[arm]
-        stages = {"stage3": e.loop("stage3", spec.data)} if spec.stage3 else {}
-        if spec.channel == "closed":
-            stages = {"stage1": e.loop("stage1", spec.data), **stages}
-        elif spec.stage2:
+        stages = {"stage3": e.loop("stage3", spec.data)}
+        if spec.channel != "closed" and spec.stage2:
             stages = {"stage2": e.stage2, **stages}
         return [(self.directory / arm / name, loop.steps) for name, loop in stages.items()]
 
@@ -122,13 +120,21 @@ class PlanModels:
 
     def baseline(self, arm: str) -> tuple[AttachedLM, list[Any]]:
         """The unconditioned decoder, its channel closed throughout."""
-        data = ARMS[arm].data
-        model = self._closed(self._fresh(self.experiment.baseline))
-        first = PlanLM(model, steered=False, state_weight=self._weight(data))
-        self._train(arm, "stage1", first, self._rows(data, stage=1), data)
-        if ARMS[arm].stage3:
-            self._train(arm, "stage3", PlanLM(model, steered=False), self._rows(data, stage=3), data)
+        spec = ARMS[arm]
+        model = self.bare(spec.data)
+        module, rows = PlanLM(model, steered=False), self._rows(spec.data, stage=3)
+        if spec.whole:
+            module = PlanLM(model, steered=False, state_weight=self._weight(spec.data))
+            rows = replace(rows, windows=(0,), states=self.experiment.recipe(spec.data).states)
+        self._train(arm, "stage3", module, rows, spec.data)
         return model.eval(), [model.lm]
+
+    def bare(self, data: str) -> AttachedLM:
+        """Stage 1 of a recipe's baselines."""
+        model = self._closed(self._fresh(self.experiment.baseline))
+        module = PlanLM(model, steered=False, state_weight=self._weight(data))
+        self._train(f"bare_{data}", "stage1", module, self._rows(data, stage=1), data)
+        return model
 
     def steered(self, arm: str) -> tuple[AttachedLM, list[Any]]:
         """LS-AR: E_pred aligned (unless the arm is without stage 2), then decoder, FiLM and tracker."""

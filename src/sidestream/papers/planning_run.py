@@ -27,7 +27,10 @@ from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks.blocksworld_data import END, data_hash
 from sidestream.tasks.blocksworld_loop import Episode, episodes, score_rollout
 
-COMPARED = {"faithful": ("dynamic", "static", "baseline"), "ours": ("dynamic_state", "static_pool", "baseline_pool")}
+COMPARED = {
+    "faithful": ("dynamic", "static", "baseline", "baseline_whole"),
+    "ours": ("dynamic_state", "static_pool", "baseline_pool", "baseline_pool_whole"),
+}
 """Arms of each recipe that are tested against each other, the first against the others."""
 
 
@@ -54,7 +57,10 @@ def run_table3(
             _evaluate(models, arm)
     else:
         bases = {
-            recipe: [(directory / f"base_{recipe}" / "stage1", experiment.loop("stage1", recipe).steps)]
+            recipe: [
+                (directory / f"{kind}_{recipe}" / "stage1", experiment.loop("stage1", recipe).steps)
+                for kind in ("base", "bare")
+            ]
             for recipe in recipes
         }
         run_arms(partial(_prepare_worker, experiment, directory), recipes, jobs=jobs, folders=bases)
@@ -76,9 +82,11 @@ def run_table3(
 
 
 def _prepare(models: PlanModels, recipe: str) -> None:
-    """What the arms of a recipe share."""
+    """What the arms of a recipe share: E_base, its own prefixes, and stage 1 of the baselines."""
     models.base(recipe)
     models.own_prefixes(recipe)
+    if any(ARMS[arm].channel == "closed" and ARMS[arm].data == recipe for arm in models.experiment.arms if arm in ARMS):
+        models.bare(recipe)
 
 
 def _prepare_worker(experiment: Table3, directory: Path, recipe: str) -> None:
