@@ -44,13 +44,14 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     for name, about in {
         "lora": "train LoRA adapters too",
         "full": "train the whole model too",
+        "dynamic": "the vector follows the text: short for --trigger ','",
         "resume": "go on with a run that was stopped",
     }.items():
         parser.add_argument(f"--{name}", action="store_true", help=about)
     parser.types = {name: kind for name, (kind, _, _) in options.items()}
     add_fields(parser, FinetuneConfig(), "", "training")
     given = parser.parse_args(words).as_dict()
-    extra = {name: given.pop(name) for name in (*options, "config", "lora", "full", "resume")}
+    extra = {name: given.pop(name) for name in (*options, "config", "lora", "full", "dynamic", "resume")}
     if extra["lora"] and extra["full"]:
         raise ValueError("--lora and --full exclude each other: adapters, or the whole model")
     for name in ("model", "data"):
@@ -59,6 +60,8 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     config = from_json(FinetuneConfig, given)
     if extra["lora"] or extra["full"]:
         config = replace(config, method="lora" if extra["lora"] else "full")
+    if extra["dynamic"] and not config.trigger:
+        config = replace(config, trigger=",")
     try:
         return _train(config, extra, "sidestream train " + shlex.join(word for word in words if word != "--resume"))
     except TrainingStopped as error:
@@ -140,10 +143,11 @@ def _say(records: list[Any], lm: Any, config: Any, processes: int, world: int) -
     rows = config.batch_size // (world * config.accumulate)
     how = "one process" if world == 1 else f"DDP over {world} processes"
     parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
+    follows = f", the vector follows the text at each {config.trigger!r}" if config.trigger else ""
     print(
         f"{len(records)} records; {type(lm).__name__}, {count:.1f}M parameters, {trained[config.method]}; {how} on "
         f"{lm.device.type}, {rows} rows each{parts}; {config.steps} steps of {config.batch_size} rows, "
-        f"W = {config.window}",
+        f"W = {config.window}{follows}",
         file=sys.stderr,
     )
 

@@ -15,6 +15,7 @@ from sidestream.evaluation.stats import paired_bootstrap, wilson
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.base import pooled_goals
 from sidestream.lm.decode import pad_right
+from sidestream.lm.tracked import tracked_terms
 from sidestream.tasks.goals import Tokens
 
 Arm = Literal["channel", "closed", "swapped", "in_text", "sinks"]
@@ -78,7 +79,7 @@ def goal_outcomes(
     for arm in arms:
         rows = [_row(text, head, window, arm) for text, head in zip(texts, heads or goal_ids, strict=True)]
         # Rows of like length share a batch: little padding.
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row][0]))
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row].ids))
         outcomes: list[Outcome | None] = [None] * len(rows)
         for start in range(0, len(order), batch_size):
             part = order[start : start + batch_size]
@@ -144,8 +145,20 @@ def goal_ranks(
     return ranks
 
 
-def _row(text: Tokens, goal: Sequence[int], window: int, arm: Arm) -> tuple[list[int], list[int], list[bool], int]:
-    """What a prediction sees, the token after each place, whether it is scored, and the goal's share of the window."""
+class _Row(NamedTuple):
+    ids: list[int]
+    """What a prediction sees."""
+    wanted: list[int]
+    """The token after each place."""
+    scored: list[bool]
+    """Whether it is scored."""
+    goal_tokens: int
+    """The goal's share of the window."""
+    full: list[int]
+    """The text from its beginning, for a tracker to read."""
+
+
+def _row(text: Tokens, goal: Sequence[int], window: int, arm: Arm) -> _Row:
     last = max(at for at, scored in enumerate(text.scored) if scored)
     head: list[int] = []
     if arm == "in_text":
@@ -156,14 +169,19 @@ def _row(text: Tokens, goal: Sequence[int], window: int, arm: Arm) -> tuple[list
     ids = head + list(text.ids[start:last])
     wanted = head[1:] + list(text.ids[start : last + 1]) if head else list(text.ids[start + 1 : last + 1])
     scored = [False] * len(head) + list(text.scored[start + 1 : last + 1])
-    return ids, wanted, scored, len(head)
+    return _Row(ids, wanted, scored, len(head), list(text.ids[:last]))
 
 
-def _predict(model: AttachedLM, rows: Sequence[Any], state: LatentState | None) -> list[Outcome]:
-    ids, mask = pad_right([row[0] for row in rows], device=model.device)
-    wanted, _ = pad_right([row[1] for row in rows], device=model.device)
-    scored, _ = pad_right([[int(s) for s in row[2]] for row in rows], device=model.device)
-    hidden = model.hidden(ids, goal=state, attention_mask=mask)
+def _predict(model: AttachedLM, rows: Sequence[_Row], state: LatentState | None) -> list[Outcome]:
+    ids, mask = pad_right([row.ids for row in rows], device=model.device)
+    wanted, _ = pad_right([row.wanted for row in rows], device=model.device)
+    scored, _ = pad_right([[int(s) for s in row.scored] for row in rows], device=model.device)
+    goal: dict[str, Any] = {"goal": state}
+    if state is not None and model.channel.tracker is not None:
+        full, full_mask = pad_right([row.full for row in rows], device=model.device)
+        first = torch.tensor([len(row.full) - len(row.ids) for row in rows], device=model.device)
+        goal = {"terms": tracked_terms(model, state, full, full_mask, first, ids.shape[1])}
+    hidden = model.hidden(ids, **goal, attention_mask=mask)
     places = scored.bool()
     head: Any = model.lm.get_output_embeddings()
     logits: Tensor = head(hidden[places]).float()
@@ -175,7 +193,7 @@ def _predict(model: AttachedLM, rows: Sequence[Any], state: LatentState | None) 
             loss=float(losses[which == row].sum()),
             tokens=int((which == row).sum()),
             right=int(right[which == row].sum()),
-            goal_tokens=rows[row][3],
+            goal_tokens=rows[row].goal_tokens,
         )
         for row in range(len(rows))
     ]

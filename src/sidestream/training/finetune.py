@@ -11,7 +11,7 @@ import bisect
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.base import add_lora, chat_template, offsets, pooled_goals
 from sidestream.lm.blocks import decoder_blocks, film_sites
 from sidestream.lm.decode import pad_right
+from sidestream.lm.tracked import tracked_terms
 from sidestream.tasks.goals import GoalRecord, Tokens, tokens
 from sidestream.training.batches import collate, plan
 from sidestream.training.checkpoints import damage, write_folder
@@ -35,6 +36,8 @@ from sidestream.training.objectives import UNSCORED, GoalReconstruction, vicreg
 
 NAMED = "goals"
 TRAINED = "train"
+ALPHA_RATE = 30.0
+"""Learning rate of the tracker's alpha over that of the rest: from 0, AdamW's equal steps would leave it near 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,9 @@ class FinetuneConfig:
     """The base model's layer whose states are pooled into the vector. 1, the first block's, keeps exact words."""
     film_blocks: int | None = None
     """How many blocks FiLM acts on, counted from the last; null: all. With fewer a step is cheaper."""
+    trigger: str = ""
+    """Makes the channel dynamic: at each token that has this text in it, the vector takes in the text so far, all of
+    it, in the window or not. Empty: static, the goal's vector for the whole text."""
     goal_steps: int = 400
     """Steps in which E_pred learns to keep goals apart before FiLM trains; 0 leaves them out."""
     steps: int = 300
@@ -115,12 +121,22 @@ class GoalRows(Dataset):
         window: W.
         batch_size, steps: rows are planned for exactly this many.
         seed: of order and crops.
+        whole: hand out the text before the window too, for a tracker to read.
     """
 
     def __init__(
-        self, texts: Sequence[Tokens], pooled: Tensor, *, window: int, batch_size: int, steps: int, seed: int
+        self,
+        texts: Sequence[Tokens],
+        pooled: Tensor,
+        *,
+        window: int,
+        batch_size: int,
+        steps: int,
+        seed: int,
+        whole: bool = False,
     ) -> None:
         self.texts, self.pooled, self.window, self.batch_size, self.seed = texts, pooled, window, batch_size, seed
+        self.whole = whole
         self.places = [[at for at, scored in enumerate(text.scored) if scored] for text in texts]
         lengths = [min(window, len(text.ids) - 1) for text in texts]
         # A file may hold less than a batch of records.
@@ -133,10 +149,13 @@ class GoalRows(Dataset):
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        ids, labels = self._row(index)
-        return {"ids": ids, "labels": labels, "pooled": self.pooled[self.order[index]], "count": self._count(index)}
+        which = self.order[index]
+        ids, (first, last), labels = self.texts[which].ids, *self._crop(index)
+        row = {"ids": list(ids[first:last]), "labels": labels, "pooled": self.pooled[which]}
+        more = {"full": list(ids[:last]), "first": first} if self.whole else {}
+        return {**row, **more, "count": self._count(index)}
 
-    def _row(self, index: int) -> tuple[list[int], list[int]]:
+    def _crop(self, index: int) -> tuple[tuple[int, int], list[int]]:
         which = self.order[index]
         text, places = self.texts[which], self.places[which]
         last = places[-1]
@@ -150,21 +169,25 @@ class GoalRows(Dataset):
                 last += 1
         start = max(0, last - self.window)
         labels = [text.ids[at] if text.scored[at] else UNSCORED for at in range(start + 1, last + 1)]
-        return list(text.ids[start:last]), labels
+        return (start, last), labels
 
     def _count(self, index: int) -> int:
         """Scored tokens in all rows of the step that this row belongs to, whoever computes them."""
         step = index // self.batch_size
         if self._counts[0] != step:
             rows = range(step * self.batch_size, (step + 1) * self.batch_size)
-            total = sum(label != UNSCORED for row in rows for label in self._row(row)[1])
+            total = sum(label != UNSCORED for row in rows for label in self._crop(row)[1])
             self._counts = (step, total)
         return self._counts[1]
 
 
 def collate_goals(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Right-padded batch of rows."""
-    return {**collate(rows), "count": torch.tensor([row["count"] for row in rows])}
+    batch = {**collate(rows), "count": torch.tensor([row["count"] for row in rows])}
+    if "full" in rows[0]:
+        batch["full_ids"], batch["full_mask"] = pad_right([row["full"] for row in rows])
+        batch["first"] = torch.tensor([row["first"] for row in rows])
+    return batch
 
 
 class GoalLM(nn.Module):
@@ -185,7 +208,15 @@ class GoalLM(nn.Module):
         self._recomputes = False
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, pooled: Tensor, count: Tensor
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+        pooled: Tensor,
+        count: Tensor,
+        full_ids: Tensor | None = None,
+        full_mask: Tensor | None = None,
+        first: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Cross-entropy summed over these rows, scaled so that its mean over all parts of a step is the step's mean.
 
@@ -193,9 +224,14 @@ class GoalLM(nn.Module):
             input_ids, attention_mask, labels: (B, T), labels already shifted, `UNSCORED` where nothing is to predict.
             pooled: (B, E) pooled states of the goals.
             count: (B,) scored tokens in the whole step.
+            full_ids, full_mask: (B, F) with a dynamic channel: the text up to the end of each row.
+            first: (B,) where in it the row begins.
         """
         state = LatentState(goal=self.model.channel.encoder.predict(pooled))
-        hidden = self.model.hidden(input_ids, goal=state, attention_mask=attention_mask)
+        goal: dict[str, Any] = {"goal": state}
+        if full_ids is not None and full_mask is not None and first is not None:
+            goal = {"terms": tracked_terms(self.model, state, full_ids, full_mask, first, input_ids.shape[1])}
+        hidden = self.model.hidden(input_ids, **goal, attention_mask=attention_mask)
         scored = labels != UNSCORED
         head: Any = self.model.lm.get_output_embeddings()
         loss = F.cross_entropy(head(hidden[scored]).float(), labels[scored], reduction="sum")
@@ -268,6 +304,12 @@ def finetune(
     plain, chat = offsets(tokenizer, special=True), offsets(tokenizer, special=False)
     texts = [tokens(record, template, plain if record.trajectory is not None else chat) for record in records]
     model = attach_channel(lm, config, tokenizer)
+    tracked = model.channel.tracker is not None
+    if tracked:
+        longest = max(texts, key=lambda text: len(text.ids))
+        model.goal_hidden(torch.tensor([longest.ids], device=model.device))  # complains of a text that is too long
+        if not any(set(text.ids) & set(model.channel.config.trigger_ids) for text in texts):
+            raise ValueError(f"the trigger {config.trigger!r} is in no trajectory: the vector would never change")
     goal_ids = [tokenizer(record.goal)["input_ids"] for record in records]
     pooled = pooled_goals(model, goal_ids)
     if len(records) > 1:
@@ -275,7 +317,13 @@ def finetune(
     if config.goal_steps and len(records) > 1:
         name_goals(model.channel.encoder, pooled, goal_ids, config, directory / NAMED)
     rows = GoalRows(
-        texts, pooled, window=config.window, batch_size=config.batch_size, steps=config.steps, seed=config.seed
+        texts,
+        pooled,
+        window=config.window,
+        batch_size=config.batch_size,
+        steps=config.steps,
+        seed=config.seed,
+        whole=tracked,
     )
     train(
         GoalLM(model, config.batch_size),
@@ -286,7 +334,7 @@ def finetune(
         collate=collate_goals,
         label="train" if show else "",
         resume=resume,
-        rates={"model.lm.": config.base_rate},
+        rates={"model.lm.": config.base_rate, "alpha": ALPHA_RATE},
         accumulate=config.accumulate,
         processes=processes,
     )
@@ -297,7 +345,7 @@ def attach_channel(lm: PreTrainedModel, config: FinetuneConfig, tokenizer: Any) 
     """The model with a fresh channel in float32, and `requires_grad` set for the method.
 
     Raises:
-        ValueError: settings that this model cannot take.
+        ValueError: settings that this model cannot take, or a trigger that no token has.
     """
     name, blocks = decoder_blocks(lm)
     depth = len(blocks)
@@ -313,9 +361,31 @@ def attach_channel(lm: PreTrainedModel, config: FinetuneConfig, tokenizer: Any) 
         for embedding in (lm.get_input_embeddings(), *blocks[: config.pool_layer]):
             embedding.requires_grad_(False)  # type: ignore[union-attr]
     goal = GoalConfig(width=config.width, pool_layer=config.pool_layer)
+    if config.trigger:
+        # CHOICE(LS-AR, 3.2): `replace`, not the paper's sum: a user's text has any number of triggers.
+        goal = replace(
+            goal, mode="dynamic", trigger_ids=trigger_ids(tokenizer, config.trigger), tracker_update="replace"
+        )
     model = attach(lm, goal=goal, tokenizer=tokenizer, sites=sites[depth - chosen :])
     model.channel.float()
+    if model.channel.tracker is not None:
+        for idle in (model.channel.tracker.attention.q_proj_weight, model.channel.tracker.attention.k_proj_weight):
+            if idle is not None:  # with one key they get no gradient, and DDP waits for every gradient
+                idle.requires_grad_(False)
     return model.eval()
+
+
+def trigger_ids(tokenizer: PreTrainedTokenizerBase, trigger: str) -> tuple[int, ...]:
+    """Every token whose text has the trigger in it: a comma may come in one token with what is before or behind it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    found = tuple(token for token, text in enumerate(texts) if trigger in text)
+    if not found:
+        raise ValueError(f"the trigger {trigger!r} is in no token of this model's tokenizer; give a shorter one")
+    return found
 
 
 def name_goals(
