@@ -250,8 +250,8 @@ def table5(scale: Scale) -> Table5:
             stage2=replace(loop, steps=1500, batch_size=256),
             stage3=replace(loop, steps=1600),
             blocksworld=PlanSettings(
-                encoder=Backbone(layers=2, width=128, heads=8, family="qwen3"),
-                baseline=Backbone(layers=4, width=128, heads=8, family="qwen3"),
+                encoder=Backbone(layers=2, width=128, heads=8, family="llama"),
+                baseline=Backbone(layers=4, width=128, heads=8, family="llama"),
                 goal_width=128,
                 predictor_hidden=256,
                 stage1=plans,
