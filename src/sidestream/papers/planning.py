@@ -181,8 +181,8 @@ def table3(scale: Scale) -> Table3:
             stage3=loop,
         )
     if scale == "cpu":
-        # CHOICE(LS-AR, B.3.3): rotary positions, heads of 16 and Muon at this scale; with learned positions and AdamW the
-        # same model needs several times the half hour an arm has (LOG.md). Every arm has the same.
+        # CHOICE(LS-AR, B.3.3): rotary positions, heads of 16 and Muon at this scale; with learned positions and AdamW
+        # the same model needs several times the half hour an arm has (LOG.md). Every arm has the same.
         loop = LoopConfig(steps=1100, batch_size=32, learning_rate=2e-3, optimizer="muon")
         return Table3(
             scale="cpu",
