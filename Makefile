@@ -58,8 +58,9 @@ format: setup
 choices:  ## where a paper is silent or we deviate, and why
 	@grep -rn "CHOICE(" src --include=*.py -A 3 | sed 's|^src/sidestream/||'
 
-readme: setup  ## rewrite README's tables from the committed results files
+readme: setup  ## rewrite the tables of README and docs from the committed results files
 	$(BIN)/sidestream readme README.md results
+	$(BIN)/sidestream readme docs/measurements.md results
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest .pytest_cache .ruff_cache .hypothesis build dist
