@@ -318,6 +318,7 @@ def test_reports_have_their_pictures(table, shared):
     page = write_report(directory).read_text(encoding="utf-8")
     pictures = {
         "agclr.table1": ["answers", "stages", "loss"],
+        "agclr.prosqa": ["answers", "stages", "loss"],
         "agclr.ablations": ["answers", "stages", "loss"],
         "agclr.retention": ["passes", "loss"],
         "agclr.controls": ["latents", "loss"],

@@ -27,6 +27,7 @@ TABLES = {
     "lsar.table5": "Text says goal A, vector goal B: whose is reached, over the share of masked text (LS-AR Table 5)",
     "audit": "Attacks on the text and on the vector of a model with a goal channel, under every defence",
     "agclr.table1": "Latent reasoning: accuracy of every method, CoT to CoCoNuT and AGCLR (AGCLR's main table)",
+    "agclr.prosqa": "The same methods on ProsQA alone, where the latents may search (AGCLR)",
     "agclr.ablations": "The concept stream without a gate, with random ones, or something else in its place (AGCLR)",
     "agclr.retention": "What later latent passes have in common with the first, and how far the gates open (AGCLR)",
     "agclr.controls": "Latents replaced or taken out at test; a task whose facts travel through latents only (ours)",
@@ -54,10 +55,10 @@ COSTS = {
     **dict.fromkeys(("lsar.table2", "lsar.table4"), dict(smoke="seconds", cpu="an hour", paper="minutes on one GPU")),
     # An arm is the same training in each of these tables: with one --models for all, it is trained once.
     **dict.fromkeys(
-        ("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"),
+        ("agclr.table1", "agclr.prosqa", "agclr.ablations", "agclr.retention", "agclr.controls"),
         {
             "smoke": "a minute or two on 2 CPU cores",
-            "cpu": "half an hour to an hour an arm and task on one CPU core",
+            "cpu": "one to five minutes an arm and task on one CPU core",
             "paper": "days on one GPU",
         },
     ),

@@ -136,7 +136,7 @@ def _evaluate(models: LatentModels, task: str, arm: str) -> None:
                 found[f"{task}/{name}"] = _passes(models, task, name, module)
             else:
                 found[f"{task}/{name}"] = {"cells": _answers(models, task, arm, name, module)}
-    if e.table in ("agclr.table1", "agclr.ablations") and ARMS[arm].text == "latent":
+    if e.table in ("agclr.table1", "agclr.prosqa", "agclr.ablations") and ARMS[arm].text == "latent":
         found[f"{task}/{arm}"]["stages"] = _stages(models, task, arm, module)
     write_whole(path, json.dumps({"found": found, "parameters": parameter_count(module.model)}))
 
@@ -267,7 +267,7 @@ def _notes(e: LatentExperiment, directory: Path) -> list[str]:
     if e.table == "agclr.retention":
         return [*notes, "Bands: 95% intervals of the mean over problems."]
     pairs = [pair for pair in COMPARED if set(pair) <= set(e.arms)]
-    if "agclr" in e.arms and e.table != "agclr.table1":
+    if "agclr" in e.arms and e.table not in ("agclr.table1", "agclr.prosqa"):
         pairs += [("agclr", arm) for arm in e.arms if arm != "agclr" and ("agclr", arm) not in pairs]
     for task in e.tasks:
         for first, second in pairs:

@@ -47,6 +47,7 @@ TABLES = {
     "lsar.table5": "LS-AR, Table 5: text and vector state different goals",
     "audit": "Audit: attacks on text and vector, and what defends",
     "agclr.table1": "AGCLR: latent reasoning, every method",
+    "agclr.prosqa": "AGCLR: every method on ProsQA",
     "agclr.ablations": "AGCLR: the concept stream without parts of it",
     "agclr.retention": "AGCLR: what later passes keep",
     "agclr.controls": "AGCLR: latents replaced, and facts that travel through them only",
@@ -75,8 +76,7 @@ thead th { border-top: 0; vertical-align: bottom; font-weight: 600; } tbody tr >
 tr.metric th { text-align: left; font-weight: 600; padding-top: .9rem; }
 .wide tr > :first-child { position: sticky; left: 0; background: var(--card); }
 td b { font-weight: 600; } td small, th small { display: block; color: var(--soft); font-weight: 400;
-  font-size: .72rem; } td small.paper { color: var(--mark); }
-.edge { border-left: 2px solid var(--mark); }
+  font-size: .72rem; } td small.paper { color: var(--mark); } .edge { border-left: 2px solid var(--mark); }
 figure { margin: 0 0 1.2rem; } figure.narrow > * { max-width: 46rem; }
 figure img, figure > svg { display: block; width: 100%; height: auto; background: #fff; padding: .5rem;
   border: 1px solid var(--line); border-radius: 6px; } figcaption { margin: .5rem 0 0; max-width: 48rem; }

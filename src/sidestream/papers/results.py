@@ -84,7 +84,7 @@ ARMS = {
         "model": "the model",
         "latent_forced-p0.3": "Latent-Forced, p = 0.3",
     },
-    **dict.fromkeys(("agclr.table1", "agclr.ablations", "agclr.retention", "agclr.controls"), _AGCLR),
+    **{f"agclr.{kind}": _AGCLR for kind in ("table1", "prosqa", "ablations", "retention", "controls")},
 }
 """Table -> arm -> what tables and pictures call it. One name may stand for different arms in different tables."""
 METRICS = {
