@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sidestream.commands.options import Options, command_parser, parsed
 from sidestream.papers.experiment import provenance, write_whole
 from sidestream.tasks.goals import goals_hash, read_goals, tokens
 
+USAGE = "sidestream eval --model DIR --data FILE.jsonl [--window W] [--limit N]"
 ABOUT = """Predict the scored tokens of every record from the last W tokens before them, with the goal in the channel,
 without it, with another record's, and with the goal's text put back at the head of the window, which costs its tokens.
 Writes eval.json into the model's folder and the table into its card."""
@@ -19,14 +21,7 @@ Writes eval.json into the model's folder and the table into its card."""
 
 def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     """Evaluate a saved channel. Returns the exit status."""
-    parser = parser_class(
-        prog="sidestream eval",
-        usage="sidestream eval --model DIR --data FILE.jsonl [--window W] [--limit N]",
-        description=ABOUT,
-        default_env=False,
-        allow_abbrev=False,
-    )
-    options: dict[str, tuple[Any, Any, str]] = {
+    options: Options = {
         "model": (str | None, None, "what `sidestream train` wrote"),
         "base": (str | None, None, "the base model, where it is no longer where the file says"),
         "data": (str | None, None, "file, glob or hub:owner/name[:config]"),
@@ -37,13 +32,8 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "arms": (list[str], ["channel", "closed", "swapped", "in_text"], "channel, closed, swapped, in_text, sinks"),
         "out": (str | None, None, "file for the results; null: eval.json in the model's folder"),
     }
-    for name, (kind, default, about) in options.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, help=about)
-    parser.types = {name: kind for name, (kind, _, _) in options.items()}
-    given = parser.parse_args(words)
-    for name in ("model", "data"):
-        if not getattr(given, name):
-            raise ValueError(f"--{name} is missing; see `sidestream eval --help`")
+    parser = command_parser(parser_class, USAGE, ABOUT, options)
+    given = parsed(parser, words, "model", "data")
     for name in ("window", "limit", "batch_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise ValueError(f"--{name} is {getattr(given, name)}; it must be at least 1")

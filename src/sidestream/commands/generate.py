@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sidestream.commands.options import Options, command_parser, parsed
+
+USAGE = "sidestream generate --model DIR --goal TEXT --prompt TEXT [--window W] [--temperature T]"
 ABOUT = """Continue a prompt with the goal in the channel. Tokens are printed as they come. With --window W the model
 sees the last W tokens of the text and nothing older; the goal stays. Without --goal the base model speaks."""
 
@@ -36,14 +39,7 @@ def load_run(model: str, base: str | None) -> tuple[Any, dict[str, Any]]:
 
 def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     """Generate once. Returns the exit status."""
-    parser = parser_class(
-        prog="sidestream generate",
-        usage="sidestream generate --model DIR --goal TEXT --prompt TEXT [--window W] [--temperature T]",
-        description=ABOUT,
-        default_env=False,
-        allow_abbrev=False,
-    )
-    options: dict[str, tuple[Any, Any, str]] = {
+    options: Options = {
         "model": (str | None, None, "what `sidestream train` wrote"),
         "base": (str | None, None, "the base model, where it is no longer where the file says"),
         "goal": (str | None, None, "what the channel is to hold; null leaves it closed"),
@@ -61,13 +57,8 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "top_p": (float, 1.0, "draw among the likeliest tokens that have this probability together"),
         "seed": (int, 0, "of drawing"),
     }
-    for name, (kind, default, about) in options.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, help=about)
-    parser.types = {name: kind for name, (kind, _, _) in options.items()}
-    given = parser.parse_args(words)
-    for name in ("model", "prompt"):
-        if not getattr(given, name):
-            raise ValueError(f"--{name} is missing; see `sidestream generate --help`")
+    parser = command_parser(parser_class, USAGE, ABOUT, options)
+    given = parsed(parser, words, "model", "prompt")
     if given.temperature < 0 or not 0 < given.top_p <= 1:
         raise ValueError("--temperature must be 0 or above, and --top_p above 0 and at most 1")
     prompt = given.prompt

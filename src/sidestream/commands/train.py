@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sidestream.commands.options import Options, command_parser, parsed
 from sidestream.papers.experiment import from_json, open_run, record_call
 from sidestream.tasks.goals import goals_hash, read_goals
 
+USAGE = "sidestream train --model DIR|HUB_ID|FILE.gguf --data FILE.jsonl --out DIR [--lora|--full] [--resume]"
 ABOUT = """Train a goal channel: the model is frozen, its goal becomes one vector that FiLM feeds to every block.
 --data is JSONL: {"goal": text, "trajectory": text} or {"goal": text, "messages": [{"role", "content"}, ...]}, and
 optionally "answer", the span to score. A glob, a .json list, .gz files and hub:owner/name work too. The goal need not
@@ -23,15 +25,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     from sidestream.training.finetune import FinetuneConfig
     from sidestream.training.loop import TrainingStopped
 
-    parser = parser_class(
-        prog="sidestream train",
-        usage="sidestream train --model DIR|HUB_ID|FILE.gguf --data FILE.jsonl --out DIR [--lora|--full] [--resume]",
-        description=ABOUT,
-        default_env=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="config", help="read fields from a YAML or JSON file")
-    options: dict[str, tuple[Any, Any, str]] = {
+    options: Options = {
         "model": (str | None, None, "the base model: a folder, a hub id, a .gguf file, or package:NAME that holds one"),
         "data": (str | None, None, "file, glob or hub:owner/name[:config]"),
         "split": (str, "train", "which split of a hub data set"),
@@ -39,8 +33,8 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "dtype": (str, "float32", "of the frozen base model: float32 or bfloat16"),
         "processes": (int | None, None, "how many torchrun was asked for; null: take what is there"),
     }
-    for name, (kind, default, about) in options.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, help=about)
+    parser = command_parser(parser_class, USAGE, ABOUT, options)
+    parser.add_argument("--config", action="config", help="read fields from a YAML or JSON file")
     for name, about in {
         "lora": "train LoRA adapters too",
         "full": "train the whole model too",
@@ -48,15 +42,11 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "resume": "go on with a run that was stopped",
     }.items():
         parser.add_argument(f"--{name}", action="store_true", help=about)
-    parser.types = {name: kind for name, (kind, _, _) in options.items()}
     add_fields(parser, FinetuneConfig(), "", "training")
-    given = parser.parse_args(words).as_dict()
+    given = parsed(parser, words, "model", "data").as_dict()
     extra = {name: given.pop(name) for name in (*options, "config", "lora", "full", "dynamic", "resume")}
     if extra["lora"] and extra["full"]:
         raise ValueError("--lora and --full exclude each other: adapters, or the whole model")
-    for name in ("model", "data"):
-        if not extra[name]:
-            raise ValueError(f"--{name} is missing; see `sidestream train --help`")
     config = from_json(FinetuneConfig, given)
     if extra["lora"] or extra["full"]:
         config = replace(config, method="lora" if extra["lora"] else "full")

@@ -1,0 +1,27 @@
+"""What the parsers of the commands have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Options = dict[str, tuple[Any, Any, str]]
+"""Name -> type, default, help."""
+
+
+def command_parser(parser_class: Any, usage: str, about: str, options: Options) -> Any:
+    """A parser of `--name value` words; `usage` begins with the command."""
+    prog = " ".join(usage.split()[:2])
+    parser = parser_class(prog=prog, usage=usage, description=about, default_env=False, allow_abbrev=False)
+    for name, (kind, default, said) in options.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=said)
+    parser.types = {name: kind for name, (kind, _, _) in options.items()}
+    return parser
+
+
+def parsed(parser: Any, words: list[str], *needed: str) -> Any:
+    """The options given; a `ValueError` for a word that is wrong or a needed option that is missing."""
+    given = parser.parse_args(words)
+    for name in needed:
+        if not given[name]:
+            raise ValueError(f"--{name} is missing; see `{parser.prog} --help`")
+    return given
