@@ -122,9 +122,13 @@ def push_to_hub(directory: str | Path, repo_id: str, *, private: bool = True) ->
     directory = Path(directory)
     write_card(directory)
     config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    name = config["base"]["name_or_path"]
-    if not config["base"].get("inside") and (Path(name).is_absolute() or Path(name).exists()):
-        config["base"]["name_or_path"] = ""
+    config["base"]["name_or_path"] = _public(config["base"]["name_or_path"])
+    rewritten = {CONFIG_FILE: config}
+    if config.get("adapter"):
+        name = f"{ADAPTER_FOLDER}/adapter_config.json"
+        settings = json.loads((directory / name).read_text(encoding="utf-8"))
+        base = _public(settings.get("base_model_name_or_path"))
+        rewritten[name] = {**settings, "base_model_name_or_path": base}
     api = HfApi()
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -132,12 +136,19 @@ def push_to_hub(directory: str | Path, repo_id: str, *, private: bool = True) ->
             repo_id=repo_id,
             folder_path=directory,
             allow_patterns=[CARD, WEIGHTS_FILE, EVALUATION, f"{ADAPTER_FOLDER}/*", f"{MODEL_FOLDER}/*"],
+            ignore_patterns=list(rewritten),
         )
-        api.upload_file(
-            repo_id=repo_id,
-            path_in_repo=CONFIG_FILE,
-            path_or_fileobj=(json.dumps(config, indent=2) + "\n").encode(),
-        )
+        for name, settings in rewritten.items():
+            api.upload_file(
+                repo_id=repo_id,
+                path_in_repo=name,
+                path_or_fileobj=(json.dumps(settings, indent=2) + "\n").encode(),
+            )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(f"the hub refuses {repo_id}: {str(error).splitlines()[0]}") from None
     return str(address)
+
+
+def _public(name: str | None) -> str:
+    """The name of a base model where it means the same to everyone, nothing where it is a folder of this machine."""
+    return "" if not name or Path(name).is_absolute() or Path(name).exists() else name
