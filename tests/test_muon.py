@@ -24,13 +24,14 @@ def test_singular_values_come_near_one_and_the_rest_stays(shape: tuple[int, int,
         assert (core - torch.diag(core.diagonal())).abs().max() < 1e-3
 
 
-def test_matrices_move_as_with_torchs_muon() -> None:
-    """torch's works in bfloat16, so the directions agree to that precision."""
+@pytest.mark.parametrize("decay", [0.0, 2.0])
+def test_matrices_move_as_with_torchs_muon(decay: float) -> None:
+    """torch's works in bfloat16, so the directions agree to that precision. The decay goes by the matrices' rate."""
     torch.manual_seed(0)
     ours, theirs = nn.Linear(16, 48, bias=False), nn.Linear(16, 48, bias=False)
     theirs.load_state_dict(ours.state_dict())
-    mine = Muon([{"params": ours.parameters(), "weight_decay": 0.0, "matrix_rate": 10.0}], lr=2e-3)
-    reference = torch.optim.Muon(theirs.parameters(), lr=2e-2, weight_decay=0.0)
+    mine = Muon([{"params": ours.parameters(), "weight_decay": decay, "matrix_rate": 10.0}], lr=2e-3)
+    reference = torch.optim.Muon(theirs.parameters(), lr=2e-2, weight_decay=decay)
     start = ours.weight.detach().clone()
     for _ in range(5):
         x = torch.randn(8, 16)

@@ -54,7 +54,7 @@ class LoopConfig:
     warmup: float = 0.1
     """Fraction of the steps with a rising learning rate (LS-AR, B.3.3: 10%)."""
     weight_decay: float = 0.01
-    """AdamW's decoupled decay."""
+    """Decoupled decay, at each parameter's own rate."""
     clip: float = 1.0
     """Gradient norm clip (LS-AR, B.3.3)."""
     optimizer: Literal["adamw", "muon"] = "adamw"

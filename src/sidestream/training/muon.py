@@ -16,11 +16,12 @@ ITERATIONS = 5
 class Muon(torch.optim.AdamW):
     r"""AdamW whose groups with `matrix_rate` take orthogonalised momentum instead.
 
-    .. math:: W \leftarrow W - \eta \sqrt{\max(1, m / n)}\, \mathrm{NS}_5(G + \mu (M - G))
+    .. math:: W \leftarrow (1 - \eta\lambda) W - \eta \sqrt{\max(1, m / n)}\, \mathrm{NS}_5(G + \mu (M - G))
 
-    with `W` of m x n, `M` the momentum buffer and `NS_5` five Newton-Schulz iterations (Jordan et al., "Muon", 2024).
-    torch has a `torch.optim.Muon` with the same rule; it works in bfloat16, which a CPU without such instructions runs
-    ten times slower than float32, and it takes no other parameters, so a trainer would need two optimisers.
+    with `W` of m x n, `M` the momentum buffer, `eta` the learning rate times `matrix_rate`, `lambda` the weight decay
+    and `NS_5` five Newton-Schulz iterations (Jordan et al., "Muon", 2024). torch has a `torch.optim.Muon` with the same
+    rule; it works in bfloat16, which a CPU without such instructions runs ten times slower than float32, and it takes
+    no other parameters, so a trainer would need two optimisers.
     """
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class Muon(torch.optim.AdamW):
             rate = group["lr"] * group["matrix_rate"]
             updates = orthogonalized(torch.stack(steps)) * max(1.0, shape[0] / shape[1]) ** 0.5
             for weight, update in zip(weights, updates, strict=True):
-                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+                weight.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate)
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
