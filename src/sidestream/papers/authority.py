@@ -236,7 +236,7 @@ def table5(scale: Scale) -> Table5:
         )
     if scale == "cpu":
         loop = LoopConfig(steps=300, batch_size=32, learning_rate=2e-3)
-        plans = LoopConfig(steps=800, batch_size=32, learning_rate=2e-3, optimizer="muon")
+        plans = LoopConfig(steps=800, batch_size=32, learning_rate=2e-3, weight_decay=0.05, optimizer="muon")
         return Table5(
             scale="cpu",
             window=96,

@@ -183,7 +183,7 @@ def table3(scale: Scale) -> Table3:
     if scale == "cpu":
         # CHOICE(LS-AR, B.3.3): rotary positions, heads of 16 and Muon at this scale; with learned positions and AdamW
         # the same model needs several times the half hour an arm has (LOG.md). Every arm has the same.
-        loop = LoopConfig(steps=1100, batch_size=32, learning_rate=2e-3, optimizer="muon")
+        loop = LoopConfig(steps=2000, batch_size=32, learning_rate=2e-3, weight_decay=0.05, optimizer="muon")
         return Table3(
             scale="cpu",
             # The steps between `dynamic` and `dynamic_state`, and stage 2 left out, cost another 20 minutes each.
