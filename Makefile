@@ -36,8 +36,8 @@ slow: setup  ## the long tests
 
 # An older transformers laid over the same environment: all else that it needs is there, torch above all.
 oldest: setup $(VENV)/oldest-$(OLDEST)/.ready  ## the contract on the oldest supported transformers
-	PYTHONPATH=$(VENV)/oldest-$(OLDEST) $(BIN)/python -c "import transformers as t; assert t.__version__ == '$(OLDEST)', t"
-	PYTHONPATH=$(VENV)/oldest-$(OLDEST) $(BIN)/python -m pytest -q tests/test_contract.py tests/test_gradients.py \
+	PYTHONPATH=$(abspath $(VENV))/oldest-$(OLDEST) $(BIN)/python -c "import transformers as t; assert t.__version__ == '$(OLDEST)', t"
+	PYTHONPATH=$(abspath $(VENV))/oldest-$(OLDEST) $(BIN)/python -m pytest -q tests/test_contract.py tests/test_gradients.py \
 		tests/test_saving.py tests/test_tracker.py
 
 $(VENV)/oldest-$(OLDEST)/.ready: $(VENV)/.ready
