@@ -382,6 +382,8 @@ def test_markdown_table_of_one_and_of_three_seeds(tmp_path):
     assert "96.0 ± 1.2<br>[94.9, 96.9]<br>paper 84.4" in three
     assert "mean ± SEM over 3 seeds" in three and "n = 1500 a cell, seeds 0, 1, 2" in three
     assert three == markdown_table([str(file) for file in files])
+    chosen = markdown_table(files, ["code_token"])
+    assert row.split("|")[1] in chosen and set(chosen.splitlines()) < set(three.splitlines())
 
 
 @pytest.mark.parametrize(

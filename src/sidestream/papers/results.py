@@ -410,11 +410,11 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     return {key: leaf for part, inner in value.items() for key, leaf in flat(inner, f"{prefix}{part}").items()}
 
 
-def markdown_table(results_files: Sequence[Path | str]) -> str:
+def markdown_table(results_files: Sequence[Path | str], metrics: Sequence[str] = ()) -> str:
     """README's table from results files of one table and scale, one file a seed; nothing else is read.
 
-    Raises ValueError for a missing or malformed file, a dirty or smoke run, a seed given twice, and files that do not
-    belong together (table, scale, settings or cells differ).
+    With `metrics`, only their rows. Raises ValueError for a missing or malformed file, a dirty or smoke run, a seed
+    given twice, and files that do not belong together (table, scale, settings or cells differ).
     """
     if not results_files:
         raise ValueError("no results files given: a README table needs at least one")
@@ -440,6 +440,8 @@ def markdown_table(results_files: Sequence[Path | str]) -> str:
     lines = [f"| metric | arm | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
     last = ""
     for (metric, arm, rest), row in table.rows.items():
+        if metrics and metric not in metrics:
+            continue
         cells = ["<br>".join(filter(None, parts(row[c]))) if c in row else "–" for c in table.columns]
         name = METRICS.get(metric, metric) if metric != last else ""
         who = ", ".join(filter(None, (arm_name(arm, first["table"]), rest)))
@@ -460,7 +462,8 @@ def markdown_table(results_files: Sequence[Path | str]) -> str:
 
 
 def update_readme(readme_path: Path | str, results_root: Path | str) -> bool:
-    """Rewrite README's tables: what stands between `<!-- results:TABLE:SCALE -->` and `<!-- /results -->`.
+    """Rewrite README's tables: what stands between `<!-- results:TABLE:SCALE -->` (or, with metrics to show,
+    `<!-- results:TABLE:SCALE:METRIC,METRIC -->`) and `<!-- /results -->`.
 
     The numbers come from `RESULTS_ROOT/TABLE/SCALE-seed*.json` alone. Returns whether the file changed; a second call
     changes nothing. Raises ValueError, and leaves the file as it is, for a README without blocks, a block that does not
@@ -468,7 +471,7 @@ def update_readme(readme_path: Path | str, results_root: Path | str) -> bool:
     """
     readme = Path(readme_path)
     text = readme.read_text(encoding="utf-8")
-    opening = r"<!-- results:([\w.-]+):(\w+) -->"
+    opening = r"<!-- results:([\w.-]+):(\w+)((?::[\w,]+)?) -->"
     block = re.compile(opening + r"\n(?:(?!<!-- results:).)*?<!-- /results -->", re.DOTALL)
     if not re.search(opening, text):
         raise ValueError(f"{readme}: no block <!-- results:TABLE:SCALE --> to fill")
@@ -476,7 +479,7 @@ def update_readme(readme_path: Path | str, results_root: Path | str) -> bool:
         raise ValueError(f"{readme}: a results block does not end; close it with <!-- /results -->")
 
     def fill(match: re.Match[str]) -> str:
-        table, scale = match.groups()
+        table, scale, chosen = match.groups()
         folder = Path(results_root) / table
         files = sorted(folder.glob(f"{scale}-seed*.json"), key=lambda path: (len(path.name), path.name))
         if not files:
@@ -485,7 +488,8 @@ def update_readme(readme_path: Path | str, results_root: Path | str) -> bool:
             result = load_results(path)
             if (result["table"], result["scale"], f"{scale}-seed{result['seed']}.json") != (table, scale, path.name):
                 raise ValueError(f"{path}: holds {result['table']} {result['scale']} seed {result['seed']}: misfiled")
-        return f"<!-- results:{table}:{scale} -->\n{markdown_table(files)}\n<!-- /results -->"
+        shown = markdown_table(files, [metric for metric in chosen[1:].split(",") if metric])
+        return f"<!-- results:{table}:{scale}{chosen} -->\n{shown}\n<!-- /results -->"
 
     filled = block.sub(fill, text)
     if filled != text:
