@@ -26,7 +26,12 @@ def tracked_terms(
     channel = model.channel
     assert channel.tracker is not None
     hidden = model.goal_hidden(full_ids, full_mask, layer=channel.config.tracker_layer)
-    vectors, _ = channel.tracker.sequence(state, hidden, model.fires(full_ids, full_mask))  # (B, T, G)
+    vectors, _ = channel.tracker.sequence(state, hidden, model.fires(full_ids, full_mask))
+    return channel.film.terms(cropped(vectors, first, length))
+
+
+def cropped(vectors: Tensor, first: Tensor, length: int) -> Tensor:
+    """(B, length, G) of (B, T, G), from place `first` (B,) of each row on; behind the end the last place stands."""
     places = first[:, None] + torch.arange(length, device=first.device)
-    places = places.clamp(max=vectors.shape[1] - 1).unsqueeze(-1).expand(-1, -1, vectors.shape[-1])
-    return channel.film.terms(vectors.gather(1, places))
+    places = places.clamp(max=vectors.shape[1] - 1).unsqueeze(-1)
+    return vectors.gather(1, places.expand(-1, -1, vectors.shape[-1]))

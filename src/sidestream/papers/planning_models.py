@@ -107,6 +107,13 @@ class PlanModels:
             stages = {"stage2": e.stage2, **stages}
         return [(self.directory / arm / name, loop.steps) for name, loop in stages.items()]
 
+    def shared(self, data: str) -> list[tuple[Path, int]]:
+        """Stage folders that a recipe's arms share, and their steps: E_base, and stage 1 of the baselines if any."""
+        arms = [arm for arm in self.experiment.arms if arm in ARMS and ARMS[arm].data == data]
+        kinds = ("base", "bare") if any(ARMS[arm].channel == "closed" for arm in arms) else ("base",)
+        steps = self.experiment.loop("stage1", data).steps
+        return [(self.directory / f"{kind}_{data}" / "stage1", steps) for kind in kinds]
+
     def load(self, arm: str) -> tuple[AttachedLM, list[Any]]:
         """An arm's model, trained as far as the directory lacks it, and the modules whose parameters count."""
         return self.baseline(arm) if ARMS[arm].channel == "closed" else self.steered(arm)

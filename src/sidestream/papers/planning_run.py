@@ -56,13 +56,7 @@ def run_table3(
         for arm in trained:
             _evaluate(models, arm)
     else:
-        bases = {
-            recipe: [
-                (directory / f"{kind}_{recipe}" / "stage1", experiment.loop("stage1", recipe).steps)
-                for kind in ("base", "bare")
-            ]
-            for recipe in recipes
-        }
+        bases = {recipe: models.shared(recipe) for recipe in recipes}
         run_arms(partial(_prepare_worker, experiment, directory), recipes, jobs=jobs, folders=bases)
         folders = {arm: models.folders(arm) for arm in trained}
         run_arms(partial(_worker, experiment, directory), trained, jobs=jobs, folders=folders)
@@ -85,7 +79,7 @@ def _prepare(models: PlanModels, recipe: str) -> None:
     """What the arms of a recipe share: E_base, its own prefixes, and stage 1 of the baselines."""
     models.base(recipe)
     models.own_prefixes(recipe)
-    if any(ARMS[arm].channel == "closed" and ARMS[arm].data == recipe for arm in models.experiment.arms if arm in ARMS):
+    if len(models.shared(recipe)) > 1:
         models.bare(recipe)
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from sidestream.channels import LatentState, mean_pool
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.decode import pad_right
+from sidestream.lm.tracked import cropped
 from sidestream.tasks.base import Encode
 from sidestream.tasks.blocksworld import HELD, OPERATORS, TABLE, trace
 from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, PlanExample
@@ -223,10 +224,7 @@ class PlanLM(nn.Module):
             vectors = plan_vectors(self.model, full_ids, full_mask, goal_length)
             terms = vectors
             if vectors.shape[1] > 1:
-                places = (first[:, None] + torch.arange(input_ids.shape[1], device=first.device)).clamp(
-                    max=vectors.shape[1] - 1
-                )
-                terms = vectors.gather(1, places.unsqueeze(-1).expand(-1, -1, vectors.shape[-1]))
+                terms = cropped(vectors, first, input_ids.shape[1])
             terms = self.model.channel.film.terms(terms)
         hidden = self.model.hidden(input_ids, terms=terms, attention_mask=attention_mask)
         head: Any = self.model.lm.get_output_embeddings()
