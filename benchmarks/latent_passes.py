@@ -2,18 +2,19 @@
 
 The loop rebuilds its inputs as nested Python lists of vectors in every pass and takes the logits of every position; it
 generates one row at a time and without a cache. Both run on the same model, in one process, turn about, and must agree
-before they are timed. Prints medians and, last, the ratios; writes JSON with --out.
+before they are timed. Prints medians and, last, the ratios; `--out` writes results in the project's format, with every
+round.
 
-    python benchmarks/latent_passes.py [--device cuda] [--width 768 --layers 12 --vocabulary 50260] [--out FILE]
+    python benchmarks/latent_passes.py [--device cuda] [--sizes 768x12 --vocabulary 50260] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import statistics
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
@@ -30,6 +30,9 @@ from sidestream.channels import StreamConfig
 from sidestream.lm.cache import CACHE_NAME
 from sidestream.lm.layout import Layout, Row, collate
 from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss
+from sidestream.papers.experiment import provenance, write_whole
+from sidestream.papers.results import check_results
+from sidestream.papers.speed import cell
 
 
 def described_forward(lm: Any, stream: Any, batch: dict[str, Tensor], latent_id: int) -> tuple[Tensor, Tensor]:
@@ -83,8 +86,8 @@ def described_generate(lm: Any, stream: Any, prompts: list[list[int]], latent_id
     return rows
 
 
-def timed(functions: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of each, taken turn about. They have run before, to be compared."""
+def timed(functions: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each in every round, taken turn about. They have run before, to be compared."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
@@ -93,30 +96,16 @@ def timed(functions: dict[str, Callable[[], object]], repeats: int, device: str)
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocabulary", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=32, help="rows of a training step and of an evaluation batch")
-    parser.add_argument("--question", type=int, default=48, help="tokens of the longest question")
-    parser.add_argument("--latents", type=int, default=6)
-    parser.add_argument("--new-tokens", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
-    args = parser.parse_args()
-    if args.repeats < 5:
-        parser.error("a median of fewer than 5 repeats says little; give --repeats 5 or more")
-
+def measured(args: argparse.Namespace, width: int, layers: int) -> list[dict[str, Any]]:
+    """Cells of one model size: both ratios, and the milliseconds they are made of."""
     torch.manual_seed(0)
     drawn = random.Random(0)
-    heads = max(1, args.width // 64)
+    heads = max(1, width // 64)
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    sizes = {"vocab_size": args.vocabulary, "n_embd": args.width, "n_layer": args.layers, "n_head": heads}
+    sizes = {"vocab_size": args.vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads}
     lm = GPT2LMHeadModel(GPT2Config(**sizes, **none)).to(args.device)
     model = attach(lm, stream=StreamConfig())
     start_id, latent_id, end_id = range(args.vocabulary - 3, args.vocabulary)
@@ -157,26 +146,57 @@ def main() -> None:
     if agree < 0.9 * len(prompts):
         raise SystemExit(f"engine and loop agree on {agree} of {len(prompts)} answers: not the same method")
 
-    training = timed(
-        {"engine": step(engine_loss), "loop": step(lambda: described_loss(lm, model.stream, batch, latent_id))},
-        args.repeats,
-        args.device,
-    )
+    described_step = step(lambda: described_loss(lm, model.stream, batch, latent_id))
+    training = timed({"engine": step(engine_loss), "loop": described_step}, args.repeats, args.device)
     model.eval()
     evaluation = timed({"engine": engine_answers, "loop": described_answers}, args.repeats, args.device)
-    ratios = {
-        name: times["loop"] / times["engine"] for name, times in (("training", training), ("evaluation", evaluation))
-    }
-    settings = {name.replace("_", " "): value for name, value in vars(args).items() if name != "out"}
-    print(", ".join(f"{name} {value}" for name, value in settings.items()))
-    print(f"training step   engine {training['engine'] * 1e3:8.1f} ms   loop {training['loop'] * 1e3:9.1f} ms")
-    print(f"evaluation      engine {evaluation['engine'] * 1e3:8.1f} ms   loop {evaluation['loop'] * 1e3:9.1f} ms")
-    print(f"the engine is {ratios['training']:.1f}x as fast in training, {ratios['evaluation']:.1f}x in evaluation")
+    where = {"model": f"{layers} blocks of {width}"}
+    cells = []
+    for what, times in (("training step", training), ("evaluation", evaluation)):
+        ratios = [loop / engine for loop, engine in zip(times["loop"], times["engine"], strict=True)]
+        cells.append(cell(what, "engine_over_loop", where, ratios))
+        cells += [cell(f"{what}, {name}", "ms", where, [1e3 * one for one in times[name]]) for name in times]
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sizes", nargs="+", default=["128x2"], metavar="WIDTHxLAYERS")
+    parser.add_argument("--vocabulary", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=32, help="rows of a training step and of an evaluation batch")
+    parser.add_argument("--question", type=int, default=48, help="tokens of the longest question")
+    parser.add_argument("--latents", type=int, default=6)
+    parser.add_argument("--new-tokens", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="results file to write")
+    args = parser.parse_args()
+    if args.repeats < 5:
+        parser.error("a median of fewer than 5 repeats says little; give --repeats 5 or more")
+    try:
+        sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
+        assert all(len(size) == 2 for size in sizes)
+    except (ValueError, AssertionError):
+        parser.error(f"--sizes {' '.join(args.sizes)}: write WIDTHxLAYERS, such as 128x2")
+    torch.set_num_threads(args.threads)
+    started = time.monotonic()
+    origin = {**provenance(shlex.join(["python", *sys.argv])), "data_hash": "random weights and text of seed 0"}
+    cells: list[dict[str, Any]] = []
+    for width, layers in sizes:
+        cells += measured(args, width, layers)
+    for one in cells:
+        samples = " ".join(f"{sample:.4g}" for sample in one["samples"])
+        print(f"{one['where']['model']:<18} {one['arm']:<24} {one['value']:10.4g} {one['metric']}   of {samples}")
+    for one in (one for one in cells if one["metric"] == "engine_over_loop"):
+        print(f"{one['where']['model']}, {one['arm']}: the engine is {one['value']:.1f}x as fast")
     if args.out is not None:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), **versions}
-        report = {**settings, **machine, "training_s": training, "evaluation_s": evaluation, "ratios": ratios}
-        args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        settings = {name: value for name, value in vars(args).items() if name != "out"}
+        wall = round(time.monotonic() - started, 1)
+        results = {"table": "latent_passes", "scale": "cpu", "seed": 0, **origin, "wall_s": wall, "settings": settings}
+        results |= {"notes": [], "cells": cells}
+        check_results(results)
+        write_whole(args.out, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
