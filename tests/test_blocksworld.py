@@ -353,6 +353,22 @@ def test_perturbation_rate_is_the_papers():
     assert 0.28 < forced / choices < 0.32
 
 
+def test_a_share_of_trajectories_is_perturbed():
+    """`perturb_per="trajectory"`: 0.3 of them hold the whole budget, spread over the plan; the others are optimal."""
+    config = BlocksworldConfig(budgets=(2,), perturb_per="trajectory")
+    drawn = [example for example in examples(config, "train", 600) if example.optimal_length > 2]
+    assert {len(example.suboptimal) for example in drawn} <= {0, 1, 2}
+    perturbed = [example for example in drawn if example.suboptimal]
+    assert 0.25 < len(perturbed) / len(drawn) < 0.35
+    assert sum(len(example.suboptimal) == 2 for example in perturbed) > 0.9 * len(perturbed)
+    assert all(len(example.actions) == example.optimal_length for example in drawn if not example.suboptimal)
+    where = [step / example.optimal_length for example in perturbed for step in example.suboptimal]
+    assert 0.4 < sum(where) / len(where) < 0.6
+    # Drawn at every step, nearly all of them hold one, and early.
+    each = list(examples(BlocksworldConfig(), "train", 300))
+    assert sum(bool(example.suboptimal) for example in each) > 0.9 * len(each)
+
+
 def test_data_is_deterministic():
     config = BlocksworldConfig(names="pool", goals="on", budgets=(0, 1, 2))
     assert data_hash(examples(config, "train", 50)) == data_hash(examples(config, "train", 50))

@@ -61,6 +61,7 @@ class PlanModels:
             pool=recipe.pool,
             goals=recipe.goals,
             budgets=recipe.budgets,
+            perturb_per=recipe.perturb_per,
             seed=self.experiment.seed,
         )
 

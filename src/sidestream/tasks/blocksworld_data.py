@@ -65,7 +65,10 @@ class BlocksworldConfig:
     budgets: tuple[int, ...] = (1,)
     """K of a training trajectory, the most sub-optimal actions forced into it; drawn uniformly where several."""
     perturb_probability: float = 0.3
-    """Chance, at each step of a training trajectory with budget left, of a forced sub-optimal action."""
+    """Chance of a forced sub-optimal action: at each step of a training trajectory with budget left, or once."""
+    perturb_per: Literal["step", "trajectory"] = "step"
+    """`trajectory`: a share `perturb_probability` of the trajectories holds its whole budget, at steps drawn as in the
+    closed loop; the others are shortest plans."""
     seed: int = 0
     """Same seed, same data."""
 
@@ -238,7 +241,11 @@ def examples(config: BlocksworldConfig, split: Split, num_examples: int) -> Iter
     rng = random.Random(f"blocksworld trajectories {config.seed} {split}")
     for problem, _ in zip(problems(config, split), range(num_examples), strict=False):
         actions, suboptimal = perturbed_trajectory(
-            problem, rng, budget=rng.choice(config.budgets), probability=config.perturb_probability
+            problem,
+            rng,
+            budget=rng.choice(config.budgets),
+            probability=config.perturb_probability,
+            per=config.perturb_per,
         )
         yield PlanExample(
             problem=problem,
@@ -250,10 +257,19 @@ def examples(config: BlocksworldConfig, split: Split, num_examples: int) -> Iter
 
 
 def perturbed_trajectory(
-    problem: Problem, rng: random.Random, *, budget: int, probability: float
+    problem: Problem,
+    rng: random.Random,
+    *,
+    budget: int,
+    probability: float,
+    per: Literal["step", "trajectory"] = "step",
 ) -> tuple[tuple[Action, ...], tuple[int, ...]]:
-    """LS-AR's training trajectory: at each step before the goal, with `probability` and while the budget lasts, a
-    legal non-optimal action drawn uniformly; otherwise the next action of a shortest plan from the current state.
+    """LS-AR's training trajectory: a shortest plan in which up to `budget` actions are replaced by legal non-optimal
+    ones drawn uniformly, each followed by a shortest plan from where it led.
+
+    Args:
+        probability: of a forced action at every step before the goal while the budget lasts; with `per="trajectory"`,
+            of the whole budget, at different steps of [0, optimal length) (where every action is optimal it waits).
 
     Returns:
         The actions, and the steps at which one was forced.
@@ -263,10 +279,17 @@ def perturbed_trajectory(
     actions: list[Action] = []
     forced: list[int] = []
     distance = distance_to(goal, len(state))
+    planned: list[int] = []
+    if per == "trajectory" and rng.random() < probability:
+        planned = sorted(rng.sample(range(distance(state)), min(budget, distance(state))))
     while distance(state):
         optimal, suboptimal = ranked_actions(state, goal)
         action = optimal[0]
-        if len(forced) < budget and suboptimal and rng.random() < probability:
+        if per == "trajectory":
+            push = bool(suboptimal) and sum(at <= len(actions) for at in planned) > len(forced)
+        else:
+            push = len(forced) < budget and bool(suboptimal) and rng.random() < probability
+        if push:
             action = rng.choice(suboptimal)
             forced.append(len(actions))
         actions.append(action)
