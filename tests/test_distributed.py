@@ -28,12 +28,12 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["channel", "full"])
+@pytest.mark.parametrize("method", ["channel", "full", "dynamic"])
 def test_two_processes_take_the_steps_of_one(method, tmp_path):
     save(tmp_path / "base")
     write_goals(tmp_path / "goals.jsonl")
     train = ["-m", "sidestream", "train", "--model", "base", "--data", "goals.jsonl", *SETTINGS, f"--steps={STEPS}"]
-    train += ["--learning_rate=1e-2", *(["--full"] if method == "full" else [])]
+    train += ["--learning_rate=1e-2", *{"full": ["--full"], "dynamic": ["--dynamic", "--trigger=."]}.get(method, [])]
     one = subprocess.run([sys.executable, *train, "--out", "one"], cwd=tmp_path, capture_output=True, text=True)
     assert one.returncode == 0, one.stderr
     two = launch(2, *train, "--out", "two", "--processes", "2", cwd=tmp_path)
