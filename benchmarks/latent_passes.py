@@ -42,7 +42,7 @@ def described_forward(lm: Any, stream: Any, batch: dict[str, Tensor], latent_id:
     slots = [[t for t, token in enumerate(row) if token == latent_id] for row in ids.tolist()]
     count = max(map(len, slots))
     embeds, cache, logits = lm.get_input_embeddings()(ids), DynamicCache(config=lm.config), []
-    states = [stream.start(embeds[b : b + 1, 0]) for b in range(len(ids))] if stream is not None else None
+    states = [stream.start(embeds[b : b + 1, 0]) for b in range(len(ids))] if stream is not None else []
     start, end = 0, min((row[0] for row in slots if row), default=ids.shape[1])
     for number in range(count + 1):
         feed = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end], CACHE_NAME: cache}
@@ -54,7 +54,7 @@ def described_forward(lm: Any, stream: Any, batch: dict[str, Tensor], latent_id:
         for b, row in enumerate(slots):
             if len(row) > number:
                 hidden = out.hidden_states[-1][b, row[number] - 1 - start][None]
-                if states is not None:
+                if stream is not None:
                     hidden, states[b] = stream(hidden, states[b])
                 vectors[b][row[number]] = hidden[0]
         embeds = torch.stack([torch.stack(row) for row in vectors])
