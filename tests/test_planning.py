@@ -14,8 +14,9 @@ from sidestream.evaluation.planning import finish_episodes, run_episodes
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.backbones import Backbone
 from sidestream.lm.text import WordVocabulary
-from sidestream.papers.planning import paper_table3, table3
+from sidestream.papers.planning import ARMS, paper_table3, table3
 from sidestream.papers.planning_models import finished, solve
+from sidestream.papers.planning_pictures import OWN_DATA
 from sidestream.papers.planning_run import noise_like, run_table3
 from sidestream.tasks.blocksworld import TABLE, Fact, Problem, optimal_length, satisfies, trace
 from sidestream.tasks.blocksworld_data import (
@@ -334,6 +335,10 @@ def test_solve_keeps_the_shortest_plan_and_says_what_is_wrong(smoke: Path) -> No
         solve(smoke, problems, arm="dynamic")
     with pytest.raises(ValueError, match="holds no run of lsar.table3"):
         solve(smoke / "static", problems, arm="static")
+
+
+def test_pictures_know_which_arms_share_our_data() -> None:
+    assert set(OWN_DATA) == {arm for arm, spec in ARMS.items() if spec.data == "ours"}
 
 
 def test_paper_values() -> None:

@@ -16,7 +16,14 @@ from sidestream.papers.results import Entry
 from sidestream.tasks.blocksworld import HELD, Action, Fact, State, optimal_length, trace
 from sidestream.tasks.blocksworld_data import action_text
 
-OWN_DATA = ("baseline_pool", "static_pool", "dynamic_pool", "dynamic_replace", "dynamic_state")
+OWN_DATA = (
+    "baseline_pool",
+    "baseline_pool_whole",
+    "static_pool",
+    "dynamic_pool",
+    "dynamic_replace",
+    "dynamic_state",
+)
 """Arms trained on our data: names from a pool, K of 0 to 4, the model's own prefixes."""
 DASHES = (0, (3, 1.5))
 

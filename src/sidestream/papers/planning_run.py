@@ -180,7 +180,7 @@ def _pick_rollouts(models: PlanModels) -> None:
     e = models.experiment
     k, window = min(1, max(e.perturbations)), min(filter(None, e.windows), default=0)
     place = {"K": k, "N": e.blocks, "W": window}
-    for recipe, (ours, *_, theirs) in reversed(COMPARED.items()):
+    for recipe, (ours, _, theirs, _) in reversed(COMPARED.items()):
         good, bad = _scores(models.directory, ours, place), _scores(models.directory, theirs, place)
         which = [i for i, (a, b) in enumerate(zip(good, bad, strict=False)) if a["success"] and not b["success"]]
         if not which:
