@@ -52,7 +52,9 @@ def success_figure(entries: Sequence[Entry], looks: Mapping[str, Look], x: str) 
         handles, labels = axes[0].get_legend_handles_labels()
         if any(entry.paper is not None for entry in chosen):
             handles, labels = [*handles, Line2D([], [], **PAPER, color="#555555")], [*labels, "the paper's value"]
-        part.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), fontsize=9)
+        # Four columns of long names are wider than the figure.
+        columns = 4 if max(map(len, labels)) < 36 else 2
+        part.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), fontsize=9)
     return figure
 
 
