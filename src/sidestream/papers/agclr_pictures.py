@@ -44,8 +44,8 @@ def arms_figure(entries: Sequence[Entry], looks: Mapping[str, Look]) -> Figure:
             axis.text(max(high, 100 * entry.value) + 2, y, f"{100 * entry.value:.1f}", va="center", fontsize=8)
             if entry.paper is not None:
                 # With a white seam, as it may lie on a dark bar.
-                seam = {"path_effects": [withStroke(linewidth=4, foreground="white")]}
-                axis.plot([100 * entry.paper], [y], **PAPER, **seam, color="#222222", clip_on=False, zorder=30)
+                (ring,) = axis.plot([100 * entry.paper], [y], **PAPER, color="#222222", clip_on=False, zorder=30)
+                ring.set_path_effects([withStroke(linewidth=4, foreground="white")])
         axis.set_yticks(range(len(arms)), [looks[arm].name for arm in arms], fontsize=8.5)
         axis.set_xlim(0, 116)
         axis.set_xticks(range(0, 101, 20))
