@@ -159,10 +159,16 @@ def measured(args: argparse.Namespace, width: int, layers: int) -> list[dict[str
     return cells
 
 
+def size(text: str) -> tuple[int, int]:
+    """Width and layers of `128x2`; argparse makes a line of the ValueError of anything else."""
+    width, layers = map(int, text.split("x"))
+    return width, layers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--sizes", nargs="+", default=["128x2"], metavar="WIDTHxLAYERS")
+    parser.add_argument("--sizes", nargs="+", type=size, default=[(128, 2)], metavar="WIDTHxLAYERS", help="128x2, say")
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32, help="rows of a training step and of an evaluation batch")
     parser.add_argument("--question", type=int, default=48, help="tokens of the longest question")
@@ -174,16 +180,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.repeats < 5:
         parser.error("a median of fewer than 5 repeats says little; give --repeats 5 or more")
-    try:
-        sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
-        assert all(len(size) == 2 for size in sizes)
-    except (ValueError, AssertionError):
-        parser.error(f"--sizes {' '.join(args.sizes)}: write WIDTHxLAYERS, such as 128x2")
     torch.set_num_threads(args.threads)
     started = time.monotonic()
     origin = {**provenance(shlex.join(["python", *sys.argv])), "data_hash": "random weights and text of seed 0"}
     cells: list[dict[str, Any]] = []
-    for width, layers in sizes:
+    for width, layers in args.sizes:
         cells += measured(args, width, layers)
     for one in cells:
         samples = " ".join(f"{sample:.4g}" for sample in one["samples"])

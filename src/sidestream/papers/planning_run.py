@@ -222,7 +222,8 @@ def _notes(experiment: Table3, directory: Path) -> list[str]:
     notes = [
         "Closed loop: the model emits an action, the simulator executes it; K sub-optimal actions are forced at random "
         f"steps, the same for every arm. An illegal action, `{END}` before the goal or too many steps is a failure.",
-        "One model an arm serves every window: the window of a training row is drawn from those tested.",
+        "One model an arm serves every window: the window of a training row is drawn from those tested. "
+        "Arms `whole texts only` train with everything in view.",
         "The paper does not say at which window its table was made; its values stand at W = 0 (everything in view).",
         "Arms `, our data` train and are tested on names drawn from a pool; compare them with each other only.",
     ]
