@@ -5,7 +5,7 @@ generates one row at a time and without a cache. Both run on the same model, in 
 before they are timed. Prints medians and, last, the ratios; `--out` writes results in the project's format, with every
 round.
 
-    python benchmarks/latent_passes.py [--device cuda] [--sizes 768x12 --vocabulary 50260] [--out FILE]
+    python benchmarks/latent_passes.py [--device cuda] [--sizes 128x2 768x12x50260] [--out FILE]
 """
 
 from __future__ import annotations
@@ -99,20 +99,20 @@ def timed(functions: dict[str, Callable[[], object]], repeats: int, device: str)
     return seconds
 
 
-def measured(args: argparse.Namespace, width: int, layers: int) -> list[dict[str, Any]]:
+def measured(args: argparse.Namespace, width: int, layers: int, vocabulary: int) -> list[dict[str, Any]]:
     """Cells of one model size: both ratios, and the milliseconds they are made of."""
     torch.manual_seed(0)
     drawn = random.Random(0)
     heads = max(1, width // 64)
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    sizes = {"vocab_size": args.vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads}
+    sizes = {"vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads}
     lm = GPT2LMHeadModel(GPT2Config(**sizes, **none)).to(args.device)
     model = attach(lm, stream=StreamConfig())
-    start_id, latent_id, end_id = range(args.vocabulary - 3, args.vocabulary)
+    start_id, latent_id, end_id = range(vocabulary - 3, vocabulary)
     layout, config = Layout(start_id=start_id, latent_id=latent_id, end_id=end_id), PassConfig(latent_id=latent_id)
 
     def text(length: int) -> list[int]:
-        return [drawn.randrange(args.vocabulary - 3) for _ in range(length)]
+        return [drawn.randrange(vocabulary - 3) for _ in range(length)]
 
     questions = [text(drawn.randint(args.question // 2, args.question)) for _ in range(args.batch)]
     rows: list[Row] = [layout.row(question, args.latents, text(drawn.randint(4, 16))) for question in questions]
@@ -150,7 +150,7 @@ def measured(args: argparse.Namespace, width: int, layers: int) -> list[dict[str
     training = timed({"engine": step(engine_loss), "loop": described_step}, args.repeats, args.device)
     model.eval()
     evaluation = timed({"engine": engine_answers, "loop": described_answers}, args.repeats, args.device)
-    where = {"model": f"{layers} blocks of {width}"}
+    where = {"model": f"{layers} blocks of {width}, {vocabulary:,} tokens"}
     cells = []
     for what, times in (("training step", training), ("evaluation", evaluation)):
         ratios = [loop / engine for loop, engine in zip(times["loop"], times["engine"], strict=True)]
@@ -159,21 +159,22 @@ def measured(args: argparse.Namespace, width: int, layers: int) -> list[dict[str
     return cells
 
 
-def size(text: str) -> tuple[int, int]:
-    """Width and layers of `128x2`; argparse makes a line of the ValueError of anything else."""
-    width, layers = map(int, text.split("x"))
-    return width, layers
+def size(text: str) -> tuple[int, int, int]:
+    """Width, layers and vocabulary of `128x2` or `128x2x512`; argparse makes a line of a ValueError."""
+    width, layers, *vocabulary = map(int, text.split("x"))
+    (tokens,) = vocabulary or [512]
+    return width, layers, tokens
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--sizes", nargs="+", type=size, default=[(128, 2)], metavar="WIDTHxLAYERS", help="128x2, say")
-    parser.add_argument("--vocabulary", type=int, default=512)
+    metavar, sizes = "WIDTHxLAYERS[xVOCABULARY]", "128x2, say; of 512 tokens where none are given"
+    parser.add_argument("--sizes", nargs="+", type=size, default=[(128, 2, 512)], metavar=metavar, help=sizes)
     parser.add_argument("--batch", type=int, default=32, help="rows of a training step and of an evaluation batch")
     parser.add_argument("--question", type=int, default=48, help="tokens of the longest question")
     parser.add_argument("--latents", type=int, default=6)
-    parser.add_argument("--new-tokens", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=30, help="an answer; the paper generates 30")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="results file to write")
@@ -184,11 +185,11 @@ def main() -> None:
     started = time.monotonic()
     origin = {**provenance(shlex.join(["python", *sys.argv])), "data_hash": "random weights and text of seed 0"}
     cells: list[dict[str, Any]] = []
-    for width, layers in args.sizes:
-        cells += measured(args, width, layers)
+    for width, layers, vocabulary in args.sizes:
+        cells += measured(args, width, layers, vocabulary)
     for one in cells:
         samples = " ".join(f"{sample:.4g}" for sample in one["samples"])
-        print(f"{one['where']['model']:<18} {one['arm']:<24} {one['value']:10.4g} {one['metric']}   of {samples}")
+        print(f"{one['where']['model']:<32} {one['arm']:<24} {one['value']:10.4g} {one['metric']}   of {samples}")
     for one in (one for one in cells if one["metric"] == "engine_over_loop"):
         print(f"{one['where']['model']}, {one['arm']}: the engine is {one['value']:.1f}x as fast")
     if args.out is not None:

@@ -1,12 +1,8 @@
-"""The block on TRL in docs/your-model.md, run as it stands: two steps of SFTTrainer on a tiny model.
-
-TRL is no dependency of this project and in none of its extras: without it, as in `make test`, this is skipped.
-"""
+"""The block on TRL in docs/your-model.md, run as it stands: two steps of SFTTrainer on a tiny model."""
 
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from tiny_model import save
@@ -15,7 +11,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "your-model.md"
 
 
 def test_sft_trainer_trains_the_channel_and_nothing_else(tmp_path, monkeypatch):
-    pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "my-model")
     found = [
