@@ -58,7 +58,7 @@ COSTS = {
         ("agclr.table1", "agclr.prosqa", "agclr.ablations", "agclr.retention", "agclr.controls"),
         {
             "smoke": "a minute or two on 2 CPU cores",
-            "cpu": "one to five minutes an arm and task on one CPU core",
+            "cpu": "one to ten minutes an arm and task on one CPU core",
             "paper": "days on one GPU",
         },
     ),

@@ -37,14 +37,25 @@ class Linear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(rows, in) -> (rows, out)."""
+        if self._turned(hidden):
+            product = self.matrix.t() @ hidden.t()
+            return (product if self.bias is None else product.add_(self.bias[:, None])).t().contiguous()
         if self.bias is None:
             return hidden @ self.matrix
         return torch.addmm(self.bias, hidden, self.matrix)
 
     def add_to(self, residual: Tensor, hidden: Tensor) -> Tensor:
         """residual + y, in place."""
-        residual.addmm_(hidden, self.matrix)
+        if self._turned(hidden):
+            residual += (self.matrix.t() @ hidden.t()).t()
+        else:
+            residual.addmm_(hidden, self.matrix)
         return residual if self.bias is None else residual.add_(self.bias)
+
+    def _turned(self, hidden: Tensor) -> bool:
+        # For a handful of rows the CPU's product of (out, in) with (in, rows) takes half the time of its mirror image.
+        few = 2 <= len(hidden) <= 5
+        return few and hidden.device.type == "cpu" and hidden.dtype == torch.float32 and self.matrix.t().is_contiguous()
 
 
 def packed(matrix: Tensor, bias: Tensor | None, *, rows: int) -> Linear:
