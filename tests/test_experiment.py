@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,21 @@ def test_new_run_is_written_and_resumed(tmp_path):
     open_run(directory, SMOKE, resume=True)
     with pytest.raises(ValueError, match="already holds this run; add --resume"):
         open_run(directory, SMOKE, resume=False)
+
+
+def test_a_run_is_one_process_at_a_time(tmp_path):
+    """Two would write over each other; the first one's end, here by a kill, frees it."""
+    code = (
+        "import sys, pathlib; from sidestream.papers import lsar; from sidestream.papers.experiment import open_run\n"
+    )
+    code += "open_run(pathlib.Path(sys.argv[1]), lsar.table1('smoke'), resume=True); print('open', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], **pipes) as other:
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(ValueError, match="another process is at work in .*run; wait for it, or"):
+            open_run(tmp_path / "run", SMOKE, resume=True)
+        other.kill()
+    open_run(tmp_path / "run", SMOKE, resume=True)
 
 
 @pytest.mark.parametrize("resume", [True, False])

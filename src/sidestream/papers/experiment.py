@@ -19,6 +19,11 @@ from typing import Any, TypeVar
 
 from sidestream.papers.results import check_results
 
+try:
+    import fcntl
+except ImportError:  # Windows: two processes in one run are not found out there
+    fcntl = None
+
 T = TypeVar("T")
 
 PACKAGES = ("sidestream", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "scikit-learn")
@@ -92,7 +97,7 @@ def open_run(directory: Path, experiment: Any, *, resume: bool) -> None:
 
     Raises:
         ValueError: the directory holds another experiment, this one already while `resume` is off, or something else;
-            or it cannot be written.
+            another process is at work in it; or it cannot be written.
     """
     record = to_json(experiment)
     path = directory / "experiment.json"
@@ -106,6 +111,7 @@ def open_run(directory: Path, experiment: Any, *, resume: bool) -> None:
             raise ValueError(f"{directory} holds another run: {difference}; choose another --out")
         if not resume:
             raise ValueError(f"{directory} already holds this run; add --resume to go on, or choose another --out")
+        _hold(path)
         return
     try:
         if directory.exists() and any(name.name != f"{path.name}.partial" for name in directory.iterdir()):
@@ -113,6 +119,36 @@ def open_run(directory: Path, experiment: Any, *, resume: bool) -> None:
         write_whole(path, json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise ValueError(f"cannot write to {directory}: {error.strerror}; choose another --out") from error
+    _hold(path)
+
+
+_HELD: dict[tuple[int, int], int] = {}
+"""Device and inode of each experiment.json that this process holds, and its descriptor."""
+
+
+def _hold(path: Path) -> None:
+    """Keep a run to this process until it ends, however it ends.
+
+    Raises:
+        ValueError: another process has it.
+    """
+    if fcntl is None:
+        return
+    found = path.stat()
+    if (found.st_dev, found.st_ino) in _HELD:
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(
+            f"another process is at work in {path.parent}; wait for it, or choose another --out"
+        ) from error
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return
+    _HELD[found.st_dev, found.st_ino] = descriptor
 
 
 def record_call(directory: Path, command: str, data_hash: str) -> dict[str, Any]:
