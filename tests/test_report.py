@@ -423,6 +423,23 @@ def test_update_readme_rewrites_the_block_only_and_once(tmp_path):
     assert readme.read_text().startswith("# Title\n\nbefore\n") and readme.read_text().endswith("-->\nafter\n")
 
 
+def test_a_block_may_ask_for_metrics_and_arms(tmp_path):
+    file = write(tmp_path / "cpu-seed0.json", invented())
+    whole, arms = markdown_table([file]), {cell["arm"] for cell in invented()["cells"]}
+    metrics = {cell["metric"] for cell in invented()["cells"]}
+    assert len(arms) > 1 and len(metrics) > 1
+    arm, metric = sorted(arms)[0], sorted(metrics)[0]
+
+    def rows(text):
+        return [line.split(" | ", 1)[1] for line in text.splitlines() if line.startswith("| ")][1:]
+
+    of_arm, of_metric = rows(markdown_table([file], [arm])), rows(markdown_table([file], [metric]))
+    both = rows(markdown_table([file], [metric, arm]))
+    assert both and set(both) < set(of_arm) < set(rows(whole)) and set(both) < set(of_metric) < set(rows(whole))
+    with pytest.raises(ValueError, match="has neither a metric nor an arm basline"):
+        markdown_table([file], ["basline"])
+
+
 @pytest.mark.parametrize(
     ("text", "results", "said"),
     [

@@ -410,11 +410,11 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     return {key: leaf for part, inner in value.items() for key, leaf in flat(inner, f"{prefix}{part}").items()}
 
 
-def markdown_table(results_files: Sequence[Path | str], metrics: Sequence[str] = ()) -> str:
+def markdown_table(results_files: Sequence[Path | str], names: Sequence[str] = ()) -> str:
     """README's table from results files of one table and scale, one file a seed; nothing else is read.
 
-    With `metrics`, only their rows. Raises ValueError for a missing or malformed file, a dirty or smoke run, a seed
-    given twice, and files that do not belong together (table, scale, settings or cells differ).
+    With `names` of metrics, arms or both, only their rows. Raises ValueError for a missing or malformed file, a dirty
+    or smoke run, a seed given twice, a name of neither, and files of other tables, scales, settings or cells.
     """
     if not results_files:
         raise ValueError("no results files given: a README table needs at least one")
@@ -438,9 +438,12 @@ def markdown_table(results_files: Sequence[Path | str], metrics: Sequence[str] =
     table = pivot(merge_seeds(results))
     heads = [f"{head}<br>({ratio})" if ratio else head for head, ratio in map(table.title, table.columns)]
     lines = [f"| metric | arm | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
+    metrics, arms = ({key[place] for key in table.rows} & set(names) for place in (0, 1))
+    if unknown := set(names) - metrics - arms:
+        raise ValueError(f"{results_files[0]}: has neither a metric nor an arm {', '.join(sorted(unknown))}")
     last = ""
     for (metric, arm, rest), row in table.rows.items():
-        if metrics and metric not in metrics:
+        if (metrics and metric not in metrics) or (arms and arm not in arms):
             continue
         cells = ["<br>".join(filter(None, parts(row[c]))) if c in row else "–" for c in table.columns]
         name = METRICS.get(metric, metric) if metric != last else ""
@@ -462,8 +465,8 @@ def markdown_table(results_files: Sequence[Path | str], metrics: Sequence[str] =
 
 
 def update_readme(readme_path: Path | str, results_root: Path | str) -> bool:
-    """Rewrite README's tables: what stands between `<!-- results:TABLE:SCALE -->` (or, with metrics to show,
-    `<!-- results:TABLE:SCALE:METRIC,METRIC -->`) and `<!-- /results -->`.
+    """Rewrite README's tables: what stands between `<!-- results:TABLE:SCALE -->` (or, for the rows of
+    some metrics, arms or both, `<!-- results:TABLE:SCALE:NAME,NAME -->`) and `<!-- /results -->`.
 
     The numbers come from `RESULTS_ROOT/TABLE/SCALE-seed*.json` alone. Returns whether the file changed; a second call
     changes nothing. Raises ValueError, and leaves the file as it is, for a README without blocks, a block that does not
@@ -488,7 +491,7 @@ def update_readme(readme_path: Path | str, results_root: Path | str) -> bool:
             result = load_results(path)
             if (result["table"], result["scale"], f"{scale}-seed{result['seed']}.json") != (table, scale, path.name):
                 raise ValueError(f"{path}: holds {result['table']} {result['scale']} seed {result['seed']}: misfiled")
-        shown = markdown_table(files, [metric for metric in chosen[1:].split(",") if metric])
+        shown = markdown_table(files, [name for name in chosen[1:].split(",") if name])
         return f"<!-- results:{table}:{scale}{chosen} -->\n{shown}\n<!-- /results -->"
 
     filled = block.sub(fill, text)
