@@ -10,7 +10,7 @@ from sidestream.lm.text import WordVocabulary
 from sidestream.papers import authority
 from sidestream.papers.authority import CONDITIONS, METRICS, Table5, paper_table5, table5
 from sidestream.papers.authority_models import AuthorityPlans, BallLM, HuntModels, MaskedPlans, blank_goal, partners
-from sidestream.papers.authority_run import _cells, _first, _named, ask_plans, ask_treasure, run_table5
+from sidestream.papers.authority_run import _cells, _last, _named, ask_plans, ask_treasure, run_table5
 from sidestream.papers.experiment import from_json, to_json
 from sidestream.papers.report import write_report
 from sidestream.papers.results import load_results
@@ -222,9 +222,9 @@ def test_plans_count_for_the_channel_that_is_followed(plans, channel, monkeypatc
         assert ask_plans(None, plans, text, vector, closed=False) == [expected] * len(plans.tests), (text, vector)
 
 
-def test_the_goal_reached_first_counts():
+def test_the_goal_reached_last_counts():
     reached = ((3, None), (None, 3), (2, 5), (5, 2), (None, None))
-    assert [_first(*pair) for pair in reached] == ["a", "b", "a", "b", "neither"]
+    assert [_last(*pair) for pair in reached] == ["a", "b", "b", "a", "neither"]
 
 
 def test_the_marks_are_words():

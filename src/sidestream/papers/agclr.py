@@ -269,9 +269,9 @@ def _cpu(table: str) -> LatentExperiment:
         masked=replace(hops, curriculum=replace(two, max_stage=3), sees="last", hides=2),
         prosqa=LatentTask(
             problems=30_000,
-            # Stage 0 has 3,500 steps, the stages after it 1,000, 1,000 and 2,000.
-            curriculum=replace(two, max_stage=3, stage_length=2, last_length=4),
-            loop=replace(loop, steps=7500),
+            # Stage 0 has 6,000 steps, the stages after it 1,000, 1,000 and 2,000.
+            curriculum=replace(two, max_stage=3, first_length=12, stage_length=2, last_length=4),
+            loop=replace(loop, steps=10_000),
             gates="prosqa",
         ),
         # `;` after each pair: without it a look-up finds the next pair's key as easily as the value.

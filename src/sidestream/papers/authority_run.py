@@ -178,7 +178,7 @@ class Asked(Episode):
 
 
 def ask_plans(model: AttachedLM, plans: AuthorityPlans, text: str, vector: str, *, closed: bool) -> list[Outcome]:
-    """Whose goal a model's plan reaches first, `a`, `b` or `neither`, for each pair of test problems.
+    """Whose goal a model's plan comes to, `a`, `b` or `neither`, for each pair of test problems.
 
     Args: as for `ask_treasure`; a blank text keeps the initial state.
     """
@@ -196,7 +196,7 @@ def ask_plans(model: AttachedLM, plans: AuthorityPlans, text: str, vector: str, 
         played = [_asked(pair[side], prompt) for pair, prompt in zip(pairs, shown, strict=True)]
         scores = run_episodes(model, played, plans.vocabulary, window=0, goals=state)
         reached.append([score.steps if score.success else None for score in scores])
-    return [_first(a, b) for a, b in zip(*reached, strict=True)]
+    return [_last(a, b) for a, b in zip(*reached, strict=True)]
 
 
 def _asked(problem: Problem, text: str) -> Asked:
@@ -211,10 +211,11 @@ def _asked(problem: Problem, text: str) -> Asked:
     )
 
 
-def _first(a: int | None, b: int | None) -> Outcome:
+def _last(a: int | None, b: int | None) -> Outcome:
+    # CHOICE(LS-AR, Table 5): a state on the way to one goal may be the other. Of both, the later one was meant.
     if a is None and b is None:
         return "neither"
-    return "a" if b is None or (a is not None and a < b) else "b"
+    return "a" if b is None or (a is not None and a > b) else "b"
 
 
 @torch.no_grad()
@@ -251,8 +252,8 @@ def _cells(trained: Trained, condition: str, outcomes: Sequence[Outcome]) -> lis
 def _notes(experiment: Table5, cells: Sequence[dict[str, Any]]) -> list[str]:
     notes = [
         "Conditions are (what the text states, what the vector says). An answer is A's or B's if item and passcode "
-        "are; a plan is A's or B's if it reaches that goal first. Blank text: the goal replaced by filler, as in "
-        "training; blank vector: the channel closed. Every text is wholly in view.",
+        "are; a plan is A's or B's if it reaches that goal, of both the later. Blank text: the goal replaced by "
+        "filler, as in training; blank vector: the channel closed. Every text is wholly in view.",
         "Arms of a task share stage 1 and E_pred; only stage 3 differs. p = 0 is Standard.",
         "The paper names no data set: its values stand beside both tasks and compare directions, not levels.",
     ]
