@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 
 OLDEST ?= 5.18.0
 
-.PHONY: setup demo test slow check oldest format choices readme clean
+.PHONY: setup demo test slow trl check oldest format choices readme clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,9 @@ test: setup  ## the default suite
 
 slow: setup  ## the long tests
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+trl: setup  ## TRL's SFTTrainer on an attached model
+	$(BIN)/python -m pytest -n 0 -m slow tests/test_trl.py
 
 # An older transformers laid over the same environment: all else that it needs is there, torch above all.
 oldest: setup $(VENV)/oldest-$(OLDEST)/.ready  ## the contract on the oldest supported transformers

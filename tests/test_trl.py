@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from tiny_model import save
@@ -10,6 +11,7 @@ from tiny_model import save
 PAGE = Path(__file__).parents[1] / "docs" / "your-model.md"
 
 
+@pytest.mark.slow  # TRL takes ten seconds to import; `make trl` and CI run it
 def test_sft_trainer_trains_the_channel_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "my-model")
