@@ -47,9 +47,8 @@ class Linear:
     def add_to(self, residual: Tensor, hidden: Tensor) -> Tensor:
         """residual + y, in place."""
         if self._turned(hidden):
-            residual += (self.matrix.t() @ hidden.t()).t()
-        else:
-            residual.addmm_(hidden, self.matrix)
+            return residual.add_(self(hidden))
+        residual.addmm_(hidden, self.matrix)
         return residual if self.bias is None else residual.add_(self.bias)
 
     def _turned(self, hidden: Tensor) -> bool:

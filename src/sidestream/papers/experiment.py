@@ -111,14 +111,13 @@ def open_run(directory: Path, experiment: Any, *, resume: bool) -> None:
             raise ValueError(f"{directory} holds another run: {difference}; choose another --out")
         if not resume:
             raise ValueError(f"{directory} already holds this run; add --resume to go on, or choose another --out")
-        _hold(path)
-        return
-    try:
-        if directory.exists() and any(name.name != f"{path.name}.partial" for name in directory.iterdir()):
-            raise ValueError(f"{directory} is not empty and holds no run; choose another --out")
-        write_whole(path, json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        raise ValueError(f"cannot write to {directory}: {error.strerror}; choose another --out") from error
+    else:
+        try:
+            if directory.exists() and any(name.name != f"{path.name}.partial" for name in directory.iterdir()):
+                raise ValueError(f"{directory} is not empty and holds no run; choose another --out")
+            write_whole(path, json.dumps(record, indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"cannot write to {directory}: {error.strerror}; choose another --out") from error
     _hold(path)
 
 
