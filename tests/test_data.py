@@ -145,11 +145,25 @@ def test_needles_ask_for_a_fact_of_the_goal_and_splits_share_no_goal():
     assert all(len(i.trajectory.split("\nQuestion")[0].split()) == 50 and i.fact == "city" for i in longest)
 
 
+def test_the_test_takes_its_other_text_from_a_part_of_the_file_that_training_never_shows(tmp_path):
+    path = tmp_path / "numbers.txt"
+    path.write_text(" ".join(str(k) for k in range(1000)))
+    shown = {
+        split: {
+            int(w)
+            for i in needles(split, 300, words=(20, 30), filler=path)
+            for w in i.trajectory.split("\n")[0].split()
+        }
+        for split in ("train", "test")
+    }
+    assert max(shown["train"]) < 900 <= min(shown["test"]) and len(shown["train"]) > 800
+
+
 def test_needles_say_what_they_cannot_make(tmp_path):
     with pytest.raises(ValueError, match="choose among name, city"):
         needles("train", 1, facts=["weight"])
     (tmp_path / "short.txt").write_text("three words only")
-    with pytest.raises(ValueError, match="has 3 words, and 9 are asked for"):
+    with pytest.raises(ValueError, match="has 2 words for train, and 9 are asked for"):
         needles("train", 1, words=(9, 9), filler=tmp_path / "short.txt")
     with pytest.raises(ValueError, match="both begin at 1"):
         needles("train", 0)

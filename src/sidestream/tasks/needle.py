@@ -78,7 +78,7 @@ def needles(
         split: `train`, `valid` or `test`.
         words: fewest and most words of other text before the question.
         facts: which of `FACTS` a goal states; the question asks for one of them.
-        filler: a text file to take the other text from; None for the built-in page.
+        filler: a text file to take the other text from, its last tenth for the test only; None for the built-in page.
 
     Raises:
         ValueError: an unknown fact, a range of words that is none, or a filler that cannot be read or is shorter.
@@ -93,8 +93,11 @@ def needles(
         raise ValueError(f"count is {count} and words are {list(words)}; both begin at 1")
     if filler is None and most > len(page):
         page = page * (most // len(page) + 1)
+    elif filler is not None:
+        tail = len(page) * 9 // 10
+        page = page[tail:] if split == "test" else page[:tail]
     if most > len(page):
-        raise ValueError(f"{filler} has {len(page)} words, and {most} are asked for; give a longer text")
+        raise ValueError(f"{filler} has {len(page)} words for {split}, and {most} are asked for; give a longer text")
     rng = random.Random(f"needle {split} {seed}")
     made = []
     while len(made) < count:
