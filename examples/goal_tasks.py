@@ -90,7 +90,8 @@ def needle(given):
         spent = [o.goal_tokens * max(1, len(t.ids) // window) for o, t in zip(found[arm], texts, strict=True)]
         n = len(records)
         cells.append(cell(arm, where, "tokens_spent", (sum(spent) / n) if arm == "in_text" else 0.0, n))
-    rounds = [streamed(model, texts[row].ids, goals[row], heads[row], window) for row in range(ROUNDS)]
+    rows = [row % len(texts) for row in range(ROUNDS)]
+    rounds = [streamed(model, texts[row].ids, goals[row], heads[row], window) for row in rows]
     for arm in ARMS:
         cells.append(cell(arm, where, "tokens_per_s", statistics.median(one[arm] for one in rounds), ROUNDS))
     notes = [
@@ -104,7 +105,7 @@ def needle(given):
 @torch.no_grad()
 def streamed(model, ids, goal, head, window):
     """Tokens of text a second in each arm, 2 W of them past a full window: {arm: tokens/s}."""
-    found = {}
+    found, ids = {}, (list(ids) * (3 * window // len(ids) + 1))[: 3 * window]
     for arm in ARMS:
         cache = model.new_cache([goal] if arm in ("channel", "swapped") else None, window=window)
         model(torch.tensor([ids[:window]], device=model.device), **{CACHE_NAME: cache})
