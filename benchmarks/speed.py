@@ -53,7 +53,7 @@ def plan_for(row: str, *, short: bool) -> Any:
         return replace(plan, windows=(128,), batches=(1,), new_tokens=16) if short else plan
     small: dict[str, Any] = dict(vocabulary=2048, width=128, heads=2, layers=2) if short else {}
     if row == "flat_token":
-        return Speed(windows=(128,), new_tokens=16, **small, **common)
+        return Speed(windows=(128,), new_tokens=16 if short else 64, **small, **common)
     if row == "flat_trigger":
         return Speed(windows=(128,), **{"vocabulary": 100, **small}, **common)
     if row == "stream_over_coconut":
