@@ -129,10 +129,10 @@ def retrieval(given):
         options = {"window": window, "candidates": given.candidates, "heads": heads, "seed": given.seed}
         ranks = goal_ranks(model, texts, goals, arm=arm, **options)
         right = sum(rank == 0 for rank in ranks)
-        cells.append(cell(arm, where, "accuracy", right / n, n, list(wilson(right, n))))
+        cells.append(cell(arm, where, "top1", right / n, n, list(wilson(right, n))))
         cells.append(cell(arm, where, "reciprocal_rank", sum(1 / (rank + 1) for rank in ranks) / n, n))
     notes = [f"Chance is {1 / given.candidates:.3f}. Goals of the test are in no training record."]
-    write(given.out, "goals.retrieval", given, records, cells, {"model": given.model, **settings}, started, notes)
+    write(given.out, f"goals.{given.name}", given, records, cells, {"model": given.model, **settings}, started, notes)
 
 
 def data(given):
@@ -169,6 +169,7 @@ def main(words=None):
             command.add_argument("--facts", nargs="+", default=None)
         else:
             command.add_argument("--data", required=True)
+            command.add_argument("--name", default="retrieval", help="of the data, for the results file")
             command.add_argument("--candidates", type=int, default=10)
         command.set_defaults(run=run)
     given = parser.parse_args(words)

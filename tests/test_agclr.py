@@ -20,8 +20,8 @@ from sidestream.papers.agclr import ARMS, DERIVED, TABLES, LatentExperiment, pap
 from sidestream.papers.agclr_models import LatentModels, TextForm
 from sidestream.papers.agclr_run import run_latent
 from sidestream.papers.experiment import from_json, to_json
+from sidestream.papers.names import ARMS as NAMES
 from sidestream.papers.report import write_report
-from sidestream.papers.results import ARMS as NAMES
 from sidestream.tasks.base import ReasoningExample
 from sidestream.training.curriculum import Curriculum, latent_row, plain_row, prompt
 from sidestream.training.latent import pretrained

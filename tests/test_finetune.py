@@ -392,6 +392,6 @@ def test_the_real_tasks_write_results(base, goals, tmp_path, monkeypatch):
     options = ["--data", str(goals), "--candidates", "3", "--limit", "8", "--scale", "smoke", "--out", "ranks.json"]
     script["main"](["retrieval", "--model", "run", *options])
     assert {cell["metric"] for cell in load_results(tmp_path / "ranks.json")["cells"]} == {
-        "accuracy",
+        "top1",
         "reciprocal_rank",
     }

@@ -16,11 +16,10 @@ from matplotlib import colors as mcolors
 from matplotlib.image import imread
 
 from sidestream.evaluation.stats import wilson
+from sidestream.papers.names import ARMS, arm_name
 from sidestream.papers.pictures import COLORS, DASHED, OTHER_COLORS, arm_looks
 from sidestream.papers.report import write_report
 from sidestream.papers.results import (
-    ARMS,
-    arm_name,
     load_results,
     markdown_table,
     merge_seeds,

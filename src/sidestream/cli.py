@@ -387,7 +387,8 @@ def _print_table(results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sidestream.papers.results import METRICS, arm_name, conditions, merge_seeds, number_text, pivot
+    from sidestream.papers.names import METRICS, arm_name
+    from sidestream.papers.results import conditions, merge_seeds, number_text, pivot
 
     cells = pivot(merge_seeds([results]))
     unit = "percent" if all(metric in METRICS for metric, _, _ in cells.rows) else ""
@@ -400,10 +401,9 @@ def _print_table(results: dict[str, Any]) -> None:
     for (metric, arm, rest), row in cells.rows.items():
         values = (number_text(row[column].value, metric) if column in row else "-" for column in cells.columns)
         who = ", ".join(filter(None, (arm_name(arm, results["table"]), rest)))
-        table.add_row(METRICS.get(metric, metric) if metric != last else "", who, *values, end_section=False)
+        table.add_row(METRICS.get(metric, metric) if metric != last else "", who, *values)
         last = metric
-    # A pipe is not a terminal of 80 columns: numbers are not to be cut to fit one.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)  # a pipe has no 80 columns to fit
 
 
 # ---------------------------------------------------------------- tables, report, readme

@@ -9,8 +9,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from sidestream.papers.names import METRICS
 from sidestream.papers.pictures import MARKERS, PAPER, Look
-from sidestream.papers.results import METRICS, Entry
+from sidestream.papers.results import Entry
 
 CAPTIONS = {
     "answers": "Share of problems answered right. Lines: 95% intervals over problems; they do not cover retraining.",

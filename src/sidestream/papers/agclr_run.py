@@ -19,7 +19,8 @@ from sidestream.lm.passes import PassConfig
 from sidestream.papers.agclr import ARMS, DERIVED, LatentExperiment, paper_value
 from sidestream.papers.agclr_models import METRICS, LatentModels
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
-from sidestream.papers.results import arm_name, load_results
+from sidestream.papers.names import arm_name
+from sidestream.papers.results import load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks.base import data_hash
 from sidestream.training.latent import LatentLM

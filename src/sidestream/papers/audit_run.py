@@ -19,7 +19,8 @@ from sidestream.papers.audit_attacks import ANY_OVERRIDE, Attacks, best_override
 from sidestream.papers.audit_subjects import Subject, subject, subjects
 from sidestream.papers.authority import UTILITY
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
-from sidestream.papers.results import arm_name, load_results
+from sidestream.papers.names import arm_name
+from sidestream.papers.results import load_results
 from sidestream.papers.workers import default_jobs, run_arms
 
 SEALS = "seals"

@@ -22,8 +22,9 @@ from sidestream.lm.decode import greedy
 from sidestream.papers.authority import CONDITIONS, METRICS, UTILITY, Table5, Trained, paper_table5
 from sidestream.papers.authority_models import AuthorityPlans, HuntModels, blank_goal
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
+from sidestream.papers.names import arm_name
 from sidestream.papers.planning_run import noise_like
-from sidestream.papers.results import arm_name, load_results
+from sidestream.papers.results import load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks import treasure
 from sidestream.tasks.blocksworld import Problem

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from sidestream.papers.results import CHANCE, METRICS, Entry, arm_name
+from sidestream.papers.names import CHANCE, METRICS, arm_name
+from sidestream.papers.results import Entry
 
 # One colour an architecture in every picture: Okabe and Ito's colours, the baseline grey.
 COLORS = {

@@ -20,9 +20,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sidestream.papers import agclr_pictures, audit_pictures, pictures, planning_pictures
+from sidestream.papers.names import METRICS
 from sidestream.papers.pictures import Look
 from sidestream.papers.results import (
-    METRICS,
     Entry,
     Pivot,
     check_results,
