@@ -1,6 +1,6 @@
 """The speed table: one row after the other, each a ratio of what ran side by side in this process, turn about.
 
-    python benchmarks/speed.py ROW [ROW ...] | all [--short] [--batch 1 32] [--dtype fp32 bf16] [--out FILE]
+    python benchmarks/speed.py ROW [ROW ...] | all [--short] [--batch 1 32] [--windows 500] [--dtype bf16] [--out FILE]
 
 Every row prints its samples and, last, its ratio, the median over rounds. `--short` takes small models or few tokens,
 under a minute a row; without it sizes are the papers'. On a machine with a GPU it runs there; `--cpu` keeps it off.
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="+", choices=[*ROWS, "all"], metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--short", action="store_true", help="under a minute a row")
     parser.add_argument("--batch", type=int, nargs="+", help="rows at a time, in place of the row's own")
+    parser.add_argument("--windows", type=int, nargs="+", help="W, in place of the row's own")
     parser.add_argument("--dtype", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
     parser.add_argument("--repeats", type=int, help="rounds; at least 5 for a number to quote")
     parser.add_argument("--threads", type=int, default=1)
@@ -125,6 +126,7 @@ def main() -> None:
     for row in dict.fromkeys(TWINS.get(row, row) for row in asked):
         plan = plan_for(row, short=args.short)
         plan = replace(plan, threads=args.threads, clock=args.clock, repeats=args.repeats or plan.repeats)
+        plan = replace(plan, windows=tuple(args.windows or plan.windows))
         plans[row] = plan
         for dtype in args.dtype:
             for batch in args.batch or plan.batches:
