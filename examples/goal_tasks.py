@@ -8,7 +8,8 @@
 `needle`: facts are given once, then 4 W tokens of other text, then a question. Arms: the window alone, attention sinks
 (the first 4 tokens kept), the goal put back at the head of every window (costs its tokens), and the channel.
 `retrieval`: N goals are offered for the last window of a run, and the one under which the text is likeliest is taken:
-each goal in the channel, or its text in the window. Results have the format of `results/`.
+each goal in the channel, or its text in the window; beside them, the goal that shares most words with the window.
+Results have the format of `results/`.
 """
 
 import argparse
@@ -20,9 +21,10 @@ import time
 from pathlib import Path
 
 import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
 
 from sidestream.commands.generate import load_run
-from sidestream.evaluation.goals import goal_cells, goal_outcomes, goal_ranks
+from sidestream.evaluation.goals import goal_cells, goal_outcomes, goal_ranks, offered_goals
 from sidestream.evaluation.stats import wilson
 from sidestream.lm.base import chat_template, offsets
 from sidestream.lm.cache import CACHE_NAME
@@ -118,6 +120,14 @@ def streamed(model, ids, goal, head, window):
     return found
 
 
+def word_ranks(windows, records, goals, options):
+    """As `goal_ranks`, by the words that window and goal share (TF-IDF, cosine): what no model is needed for."""
+    weigh = TfidfVectorizer(stop_words="english").fit([record.goal for record in records] + windows)
+    likeness = (weigh.transform(windows) @ weigh.transform([record.goal for record in records]).T).toarray()
+    offered = offered_goals(goals, options["candidates"], options["seed"])
+    return [sum(likeness[row, other] > likeness[row, row] for other in who[1:]) for row, who in enumerate(offered)]
+
+
 def retrieval(given):
     started = time.monotonic()
     model, settings = load_run(given.model, given.base)
@@ -125,9 +135,12 @@ def retrieval(given):
     records = read_goals(given.data)[: given.limit]
     texts, goals, heads = prepared(model, records)
     where, cells, n = {"W": window, "N": given.candidates}, [], len(records)
-    for arm in ("channel", "in_text"):
-        options = {"window": window, "candidates": given.candidates, "heads": heads, "seed": given.seed}
-        ranks = goal_ranks(model, texts, goals, arm=arm, **options)
+    options = {"window": window, "candidates": given.candidates, "seed": given.seed}
+    for arm in ("channel", "in_text", "words"):
+        if arm == "words":
+            ranks = word_ranks([model.tokenizer.decode(text.ids[-window:]) for text in texts], records, goals, options)
+        else:
+            ranks = goal_ranks(model, texts, goals, arm=arm, heads=heads, **options)
         right = sum(rank == 0 for rank in ranks)
         cells.append(cell(arm, where, "top1", right / n, n, list(wilson(right, n))))
         cells.append(cell(arm, where, "reciprocal_rank", sum(1 / (rank + 1) for rank in ranks) / n, n))

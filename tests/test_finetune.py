@@ -348,6 +348,16 @@ def test_the_right_goal_is_found_where_the_text_depends_on_it(words):
             losses.append(-scores.gather(1, torch.tensor(text.ids[1:])[:, None]).sum().item())
         assert rank == sum(loss < losses[goals.index(right)] for loss in losses)
     assert set(told) != {0}, "a random model cannot tell them all"
+    # Goals of different lengths: each is judged by the same tokens, else the longest would win by leaving fewest.
+    goals = [goal[: 2 + k] for k, goal in enumerate(goals)]
+    room = 12 - max(len(goal[:6]) for goal in goals)
+    told = goal_ranks(model, texts, goals, window=12, candidates=6, arm="in_text")
+    for rank, text, right in zip(told, texts, goals, strict=True):
+        losses, last = [], text.ids[-1 - room :]
+        for goal in goals:
+            scores = model.lm(torch.tensor([[*goal[:6], *last[:-1]]])).logits[0, -room:].log_softmax(-1)
+            losses.append(-scores.gather(1, torch.tensor(last[1:])[:, None]).sum().item())
+        assert rank == sum(loss < losses[goals.index(right)] for loss in losses)
     with pytest.raises(ValueError, match="6 different goals, and 7 candidates"):
         goal_ranks(model, texts, goals, window=8, candidates=7)
 

@@ -127,22 +127,36 @@ def goal_ranks(
         ValueError: fewer different goals than candidates.
     """
     pooled = pooled_goals(model, goal_ids).to(model.device)
-    rng = random.Random(f"candidates {seed}")
     ranks = []
-    for index, text in enumerate(texts):
-        mine = tuple(goal_ids[index])
-        others = list({tuple(goal): k for k, goal in enumerate(goal_ids) if tuple(goal) != mine}.values())
-        if len(others) < candidates - 1:
-            raise ValueError(f"{len(others) + 1} different goals, and {candidates} candidates are asked for")
-        offered = [index, *rng.sample(sorted(others), candidates - 1)]
+    for text, offered in zip(texts, offered_goals(goal_ids, candidates, seed), strict=True):
         losses: list[float] = []
+        # Under every goal the same tokens are scored: with a shorter goal the window would hold more of them.
+        longest = max(len((heads or goal_ids)[which]) for which in offered)
+        room = window - min(longest, window // 2) if arm == "in_text" else None
         for start in range(0, candidates, batch_size):
             part = offered[start : start + batch_size]
             state = LatentState(goal=model.channel.encoder.predict(pooled[part])) if arm == "channel" else None
-            rows = [_row(text, (heads or goal_ids)[which], window, arm) for which in part]
+            rows = [_row(text, (heads or goal_ids)[which], window, arm, room) for which in part]
             losses += [outcome.loss for outcome in _predict(model, rows, state)]
         ranks.append(sum(loss < losses[0] for loss in losses[1:]))
     return ranks
+
+
+def offered_goals(goal_ids: Sequence[Sequence[int]], candidates: int, seed: int) -> list[list[int]]:
+    """For every record the records whose goals it is offered: its own first, then others with other goals.
+
+    Raises:
+        ValueError: fewer different goals than candidates.
+    """
+    rng = random.Random(f"candidates {seed}")
+    offered = []
+    for index, goal in enumerate(goal_ids):
+        mine = tuple(goal)
+        others = list({tuple(other): k for k, other in enumerate(goal_ids) if tuple(other) != mine}.values())
+        if len(others) < candidates - 1:
+            raise ValueError(f"{len(others) + 1} different goals, and {candidates} candidates are asked for")
+        offered.append([index, *rng.sample(sorted(others), candidates - 1)])
+    return offered
 
 
 class _Row(NamedTuple):
@@ -158,14 +172,15 @@ class _Row(NamedTuple):
     """The text from its beginning, for a tracker to read."""
 
 
-def _row(text: Tokens, goal: Sequence[int], window: int, arm: Arm) -> _Row:
+def _row(text: Tokens, goal: Sequence[int], window: int, arm: Arm, room: int | None = None) -> _Row:
+    """`room`: tokens of the text in the window; None for all that the head leaves."""
     last = max(at for at, scored in enumerate(text.scored) if scored)
     head: list[int] = []
     if arm == "in_text":
         head = list(goal)[: max(0, window // 2)]
     elif arm == "sinks":
         head = (list(goal) + list(text.ids))[: min(SINKS, window // 2)]
-    start = max(0, last - (window - len(head)))
+    start = max(0, last - (window - len(head) if room is None else room))
     ids = head + list(text.ids[start:last])
     wanted = head[1:] + list(text.ids[start : last + 1]) if head else list(text.ids[start + 1 : last + 1])
     scored = [False] * len(head) + list(text.scored[start + 1 : last + 1])

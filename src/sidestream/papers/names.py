@@ -77,7 +77,11 @@ ARMS = {
         "channel": "goal in the channel",
     },
     **{
-        f"goals.{kind}": {"channel": "goal in the channel", "in_text": "goal's text in the window"}
+        f"goals.{kind}": {
+            "channel": "goal in the channel",
+            "in_text": "goal's text in the window",
+            "words": "shared words (TF-IDF)",
+        }
         for kind in ("webshop", "tau")
     },
     **{f"agclr.{kind}": _AGCLR for kind in ("table1", "prosqa", "ablations", "retention", "controls")},
