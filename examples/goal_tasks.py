@@ -8,8 +8,8 @@
 `needle`: facts are given once, then 4 W tokens of other text, then a question. Arms: the window alone, attention sinks
 (the first 4 tokens kept), the goal put back at the head of every window (costs its tokens), and the channel.
 `retrieval`: N goals are offered for the last window of a run, and the one under which the text is likeliest is taken:
-each goal in the channel, or its text in the window; beside them, the goal that shares most words with the window.
-Results have the format of `results/`.
+each goal in the channel, or its text in the window. Beside them what needs no decoder: the goal whose vector is nearest
+to the vector of the window, and the goal that shares most words with it. Results have the format of `results/`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sidestream.commands.generate import load_run
 from sidestream.evaluation.goals import goal_cells, goal_outcomes, goal_ranks, offered_goals
 from sidestream.evaluation.stats import wilson
-from sidestream.lm.base import chat_template, offsets
+from sidestream.lm.base import chat_template, offsets, pooled_goals
 from sidestream.lm.cache import CACHE_NAME
 from sidestream.papers.experiment import provenance
 from sidestream.papers.results import check_results
@@ -36,6 +36,7 @@ from sidestream.tasks.goals import GoalRecord, read_goals, tokens
 from sidestream.tasks.needle import FACTS, needles
 
 ARMS = ("closed", "sinks", "in_text", "swapped", "channel")
+RETRIEVAL_ARMS = ("channel", "in_text", "vector", "words")
 ROUNDS = 5
 
 
@@ -120,12 +121,27 @@ def streamed(model, ids, goal, head, window):
     return found
 
 
-def word_ranks(windows, records, goals, options):
-    """As `goal_ranks`, by the words that window and goal share (TF-IDF, cosine): what no model is needed for."""
-    weigh = TfidfVectorizer(stop_words="english").fit([record.goal for record in records] + windows)
-    likeness = (weigh.transform(windows) @ weigh.transform([record.goal for record in records]).T).toarray()
+def ranks_by(likeness, goals, options):
+    """As `goal_ranks`, from (windows, goals) likenesses."""
     offered = offered_goals(goals, options["candidates"], options["seed"])
-    return [sum(likeness[row, other] > likeness[row, row] for other in who[1:]) for row, who in enumerate(offered)]
+    return [int(sum(likeness[k, other] > likeness[k, k] for other in who[1:])) for k, who in enumerate(offered)]
+
+
+def word_ranks(windows, records, goals, options):
+    """By the words that window and goal share (TF-IDF, cosine): what no model is needed for."""
+    weigh = TfidfVectorizer(stop_words="english").fit([record.goal for record in records] + windows)
+    return ranks_by(
+        (weigh.transform(windows) @ weigh.transform([record.goal for record in records]).T).toarray(), goals, options
+    )
+
+
+@torch.no_grad()
+def vector_ranks(model, windows, goals, options):
+    """By the goal's vector and the vector that the window's text would have as a goal (cosine, each side centred): what
+    the vector holds, whether or not the decoder makes use of it."""
+    sides = [model.channel.encoder.predict(pooled_goals(model, ids).to(model.device)) for ids in (windows, goals)]
+    window, goal = (torch.nn.functional.normalize(side - side.mean(dim=0), dim=-1) for side in sides)
+    return ranks_by(window @ goal.T, goals, options)
 
 
 def retrieval(given):
@@ -136,9 +152,11 @@ def retrieval(given):
     texts, goals, heads = prepared(model, records)
     where, cells, n = {"W": window, "N": given.candidates}, [], len(records)
     options = {"window": window, "candidates": given.candidates, "seed": given.seed}
-    for arm in ("channel", "in_text", "words"):
+    for arm in given.arms:
         if arm == "words":
             ranks = word_ranks([model.tokenizer.decode(text.ids[-window:]) for text in texts], records, goals, options)
+        elif arm == "vector":
+            ranks = vector_ranks(model, [text.ids[-window:] for text in texts], goals, options)
         else:
             ranks = goal_ranks(model, texts, goals, arm=arm, heads=heads, **options)
         right = sum(rank == 0 for rank in ranks)
@@ -184,6 +202,7 @@ def main(words=None):
             command.add_argument("--data", required=True)
             command.add_argument("--name", default="retrieval", help="of the data, for the results file")
             command.add_argument("--candidates", type=int, default=10)
+            command.add_argument("--arms", nargs="+", default=RETRIEVAL_ARMS, choices=RETRIEVAL_ARMS)
         command.set_defaults(run=run)
     given = parser.parse_args(words)
     given.run(given)

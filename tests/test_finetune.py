@@ -401,7 +401,6 @@ def test_the_real_tasks_write_results(base, goals, tmp_path, monkeypatch):
     assert spent["channel"] == 0 < spent["in_text"] and found["cells"][0]["where"] == {"W": 24, "words": 96}
     options = ["--data", str(goals), "--candidates", "3", "--limit", "8", "--scale", "smoke", "--out", "ranks.json"]
     script["main"](["retrieval", "--model", "run", *options])
-    assert {cell["metric"] for cell in load_results(tmp_path / "ranks.json")["cells"]} == {
-        "top1",
-        "reciprocal_rank",
-    }
+    found = load_results(tmp_path / "ranks.json")["cells"]
+    assert {cell["metric"] for cell in found} == {"top1", "reciprocal_rank"}
+    assert {cell["arm"] for cell in found} == {"channel", "in_text", "vector", "words"}

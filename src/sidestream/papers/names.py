@@ -80,9 +80,10 @@ ARMS = {
         f"goals.{kind}": {
             "channel": "goal in the channel",
             "in_text": "goal's text in the window",
+            "vector": "nearest vector",
             "words": "shared words (TF-IDF)",
         }
-        for kind in ("webshop", "tau")
+        for kind in ("webshop", "tau", "webshop_vector", "tau_vector")
     },
     **{f"agclr.{kind}": _AGCLR for kind in ("table1", "prosqa", "ablations", "retention", "controls")},
 }
