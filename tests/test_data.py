@@ -45,6 +45,11 @@ def test_the_hub_is_asked_only_where_it_is_named(tmp_path, monkeypatch):
         ValueError, match=r"owner/name: there is no such file; a hub data set is written hub:owner/name"
     ):
         read_goals("owner/name")
+    with pytest.raises(ValueError, match="hub: names no data set; write hub:owner/name"):
+        read_goals("hub:")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"^folder/ is a folder; .* such as 'folder/\*.jsonl'$"):
+        read_goals("folder/")
     asked = []
     rows = [("owner/name test[0]", GOOD)]
     monkeypatch.setattr("sidestream.tasks.goals.hub_records", lambda *given: asked.append(given) or rows)
@@ -68,6 +73,11 @@ def test_the_hub_is_asked_only_where_it_is_named(tmp_path, monkeypatch):
         ({"goal": "g", "messages": [{"role": "user", "content": 3}]}, "message 0 .* must have text as 'content'"),
         ({**CHAT, "answer": "Hi"}, "field 'answer' is in no message of the assistant's"),
         ("{", "not JSON"),
+        ('{"goal": "a", "goal": "b", "trajectory": "x"}', "field 'goal' is given twice"),
+        ('{"goal": "a\\ud800", "trajectory": "x"}', "field 'goal' holds half a character"),
+        ({"goal": "g", "messages": [{"role": "user", "content": "a\ud800"}]}, "must have text as 'content'"),
+        ('{"goal": 1' + "0" * 5000 + ', "trajectory": "x"}', "Exceeds the limit"),
+        ('{"goal": ' + "[" * 100_000, "nested too deeply"),
         ("[1, 2]", "is not an object"),
     ],
 )

@@ -91,7 +91,7 @@ def test_wrong_calls():
         (lambda: model.new_cache(GOALS).crop(-1), "cannot be cropped"),
         (lambda: model.generate(IDS[:1], goal=GOALS[:1], max_new_tokens=9, assistant_model=tiny("llama")), "crop"),
         (lambda: model.encode_goal(GOALS, torch.zeros(3, 5)), "row 0 of the goal batch is empty"),
-        (lambda: attached("gpt2", "static").encode_goal(tokens(1, 65)), "positions for 64 tokens and is to read 65"),
+        (lambda: attached("gpt2", "static").encode_goal(tokens(1, 65)), "a goal has 65 tokens and E_base"),
         (lambda: attached("llama", "dynamic")(inputs_embeds=torch.rand(3, 4, 32), goal=GOALS), "pass input_ids"),
         (lambda: GoalConfig(mode="static", trigger_ids=(1,)), "never updates"),
         (lambda: GoalConfig(mode="dynamic"), "trigger_ids is empty"),

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 import sidestream
 from sidestream import cli
-from sidestream.evaluation.goals import goal_cells, goal_outcomes, goal_ranks
+from sidestream.evaluation.goals import _other_goals, goal_cells, goal_outcomes, goal_ranks
 from sidestream.lm.base import load_base, load_tokenizer, offsets, pooled_goals
 from sidestream.lm.card import push_to_hub, shown_name, write_card
 from sidestream.papers.results import load_results
@@ -201,7 +202,7 @@ def test_pooled_goals_are_each_goals_own_mean(words, records):
     [
         ({"method": "half"}, "method is 'half'"),
         ({"method": "full", "pool_layer": -1}, "needs a pool_layer counted from the front"),
-        ({"window": 0}, "window is 0"),
+        ({"window": 1}, "window is 1; it must be at least 2"),
         ({"goal_steps": -1}, "goal_steps is -1"),
         ({"base_rate": 0.0}, "base_rate is 0.0"),
     ],
@@ -248,6 +249,51 @@ def test_train_eval_load_and_another_base(base, goals, tmp_path, capsys, monkeyp
     other = save(tmp_path / "other", seed=1)
     assert cli.main(["eval", "--model", "run", "--data", str(goals), "--base", str(other)]) == 2
     assert "was trained on another base" in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_its_folder_as_it_was(base, goals, tmp_path, capsys, monkeypatch):
+    """The command put right must not meet the remains of the wrong one."""
+    monkeypatch.chdir(tmp_path)
+    lines = goals.read_text().splitlines()
+    far = json.dumps({"goal": "far " * 300, "trajectory": "a long way"})
+    for wrong, complaint in (
+        ({"--film_blocks": "9"}, "film_blocks is 9"),
+        ({"--data": [*lines, '{"goal": "w", "trajectory": "x"}']}, "no token to score"),
+        ({"--data": [far, *lines]}, "wrong.jsonl:1: field 'goal' has"),
+        ({"--trigger": "@@@"}, "the trigger '@@@' is in no token"),
+    ):
+        options = {"--model": str(base), "--data": str(goals), "--out": "run", **wrong}
+        if isinstance(options["--data"], list):
+            (tmp_path / "wrong.jsonl").write_text("\n".join(options["--data"]))
+            options["--data"] = "wrong.jsonl"
+        assert cli.main(["train", *(word for pair in options.items() for word in pair), *WORDS]) == 2
+        (line,) = [line for line in capsys.readouterr().err.split("\n") if line and "Loading weights" not in line]
+        assert complaint in line
+        assert not (tmp_path / "run").exists()
+    right = ["train", "--model", str(base), "--data", str(goals), "--out", "run", *WORDS]
+    assert cli.main([*right, "--resume"]) == 0
+    assert "run holds no run yet: this one begins there" in capsys.readouterr().err
+
+
+def test_a_damaged_base_is_told_of(base, tmp_path):
+    shutil.copytree(base, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ValueError, match="cannot load the model .*cut.*incomplete metadata"):
+        load_base(tmp_path / "cut")
+
+
+def test_swapped_is_another_goal_or_none(base, goals, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--model", str(base), "--data", str(goals), "--out", "run", *WORDS]) == 0
+    row = json.loads(goals.read_text().splitlines()[0])
+    (tmp_path / "one.jsonl").write_text("\n".join([json.dumps(row)] * 2))
+    capsys.readouterr()
+    assert cli.main(["eval", "--model", "run", "--data", "one.jsonl"]) == 0
+    assert "there is no other to swap it for" in capsys.readouterr().err
+    cells = json.loads((tmp_path / "run" / "eval.json").read_text())["cells"]
+    assert {cell["arm"] for cell in cells} == {"channel", "closed", "in_text"}
+    assert _other_goals([[1], [1], [2], [1]]) == [2, 2, 3, 2]
 
 
 # peft 0.21 asks transformers 5.24 by a name that this one is about to drop.

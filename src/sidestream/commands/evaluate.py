@@ -51,13 +51,17 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     template = chat_template(tokenizer)
     plain, chat = offsets(tokenizer, special=True), offsets(tokenizer, special=False)
     texts = [tokens(record, template, plain if record.trajectory is not None else chat) for record in records]
+    arms = list(given.arms)
+    if len({record.goal for record in records}) < 2 and "swapped" in arms:
+        arms.remove("swapped")
+        print("all records have one goal: there is no other to swap it for", file=sys.stderr)
     outcomes = goal_outcomes(
         model,
         texts,
         [tokenizer(record.goal)["input_ids"] for record in records],
         window=window,
         heads=[tokenizer(record.goal + "\n")["input_ids"] for record in records],
-        arms=given.arms,
+        arms=arms,
         batch_size=given.batch_size,
     )
     exact = all(record.answer is not None for record in records)

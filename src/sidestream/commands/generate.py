@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from sidestream.commands.options import Options, command_parser, parsed
+from sidestream.tasks.base import read_text
 
 USAGE = "sidestream generate --model DIR --goal TEXT --prompt TEXT [--window W] [--temperature T]"
 ABOUT = """Continue a prompt with the goal in the channel. Tokens are printed as they come. With --window W the model
@@ -47,10 +49,10 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "chat": (bool, False, "the prompt is a message of the user's: the chat template goes around it"),
         "window": (int | None, None, "W, the tokens in view; null: all"),
         "policy": (
-            str,
-            "reindex",
-            "how the window moves: reindex (exact: nothing older than W reaches the model; a forward pass of W tokens "
-            "for each new one) or rolling (one token a step; for models that were trained with a sliding window)",
+            str | None,
+            None,
+            "how the window moves: reindex (the default; exact: nothing older than W reaches the model; a forward pass "
+            "of W tokens for each new one) or rolling (one token a step; for models made for a sliding window)",
         ),
         "max_new_tokens": (int, 128, "at most this many"),
         "temperature": (float, 0.0, "0 takes the likeliest token; above, tokens are drawn"),
@@ -61,16 +63,23 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     given = parsed(parser, words, "model", "prompt")
     if given.temperature < 0 or not 0 < given.top_p <= 1:
         raise ValueError("--temperature must be 0 or above, and --top_p above 0 and at most 1")
-    prompt = given.prompt
-    if prompt.startswith("@"):
-        prompt = Path(prompt[1:]).read_text(encoding="utf-8")
+    if given.top_p < 1 and not given.temperature:
+        raise ValueError("--top_p is about drawing, and at --temperature 0 nothing is drawn; give a temperature")
+    if given.policy is not None and given.window is None:
+        raise ValueError("--policy says how a window moves; give --window W with it")
+    if given.goal is not None and not given.goal.strip():
+        raise ValueError("--goal is empty; leave it out to close the channel")
+    if not 0 <= given.seed < 2**63:
+        raise ValueError(f"--seed is {given.seed}; it must be 0 or more, and below 2**63")
+    prompt = read_text(given.prompt[1:]) if given.prompt.startswith("@") else given.prompt
 
     import torch
 
     from sidestream.lm.base import text_streamer
     from sidestream.lm.cache import Window
+    from sidestream.lm.reading import positions
 
-    window = None if given.window is None else Window(size=given.window, policy=given.policy)
+    window = None if given.window is None else Window(size=given.window, policy=given.policy or "reindex")
     model, _ = load_run(given.model, given.base)
     tokenizer: Any = model.tokenizer
     if given.chat:
@@ -81,6 +90,13 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not given.chat).to(model.device)
     if not encoded["input_ids"].shape[1]:
         raise ValueError("the prompt has no token")
+    limit, length = positions(model.lm), encoded["input_ids"].shape[1] + given.max_new_tokens
+    if window is None and limit is not None and length > limit:
+        print(
+            f"note: prompt and continuation may have {length} tokens, the model was made for {limit}; --window W keeps "
+            "it within what it knows",
+            file=sys.stderr,
+        )
     torch.manual_seed(given.seed)
     sampling: dict[str, Any] = {"do_sample": False}
     if given.temperature:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sidestream.tasks.base import is_text
+
 Options = dict[str, tuple[Any, Any, str]]
 """Name -> type, default, help."""
 
@@ -22,6 +24,11 @@ def parsed(parser: Any, words: list[str], *needed: str) -> Any:
     """The options given; a `ValueError` for a word that is wrong or a needed option that is missing."""
     given = parser.parse_args(words)
     for name in needed:
-        if not given[name]:
+        if given[name] is None:
             raise ValueError(f"--{name} is missing; see `{parser.prog} --help`")
+        if not given[name].strip():
+            raise ValueError(f"--{name} is empty; see `{parser.prog} --help`")
+    for name, value in given.items():
+        if isinstance(value, str) and not is_text(value):
+            raise ValueError(f"--{name} is not UTF-8 text: {ascii(value)}")
     return given

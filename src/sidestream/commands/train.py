@@ -98,12 +98,21 @@ def _train(config: Any, extra: dict[str, Any], command: str) -> int:
     tokenizer = load_tokenizer(model_name)
     lm = load_base(model_name, dtype=getattr(torch, extra["dtype"])).to(_device())  # type: ignore[arg-type]
     digest = goals_hash(records)
-    if rank == 0:
+    origin: dict[str, Any] = {}
+    about = _about(records, lm, config, world)
+
+    def begin() -> None:
+        if rank > 0:
+            return
+        if extra["resume"] and not (out / "experiment.json").exists():
+            print(f"{out} holds no run yet: this one begins there", file=sys.stderr)
         described = TrainRun(model=model_name, data=extra["data"], data_hash=digest, config=config)
         open_run(out, described, resume=extra["resume"])
-        origin = record_call(out, command, digest)
-        _say(records, lm, config, processes, world)
-    model = finetune(lm, tokenizer, records, config, out, resume=True, processes=processes, show=rank == 0)
+        origin.update(record_call(out, command, digest))
+        print(about, file=sys.stderr)
+
+    options: dict[str, Any] = dict(processes=processes, show=rank == 0, begin=begin)
+    model = finetune(lm, tokenizer, records, config, out, resume=True, **options)
     if rank > 0:
         return 0
     if config.method == "full":
@@ -126,7 +135,7 @@ def _device() -> Any:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _say(records: list[Any], lm: Any, config: Any, processes: int, world: int) -> None:
+def _about(records: list[Any], lm: Any, config: Any, world: int) -> str:
     """What is about to happen, before anything does."""
     count = sum(parameter.numel() for parameter in lm.parameters()) / 1e6
     trained = {"channel": "frozen", "lora": f"with LoRA of rank {config.rank}", "full": "trained as a whole"}
@@ -134,11 +143,10 @@ def _say(records: list[Any], lm: Any, config: Any, processes: int, world: int) -
     how = "one process" if world == 1 else f"DDP over {world} processes"
     parts = "" if config.accumulate == 1 else f" x {config.accumulate} parts"
     follows = f", the vector follows the text at each {config.trigger!r}" if config.trigger else ""
-    print(
+    return (
         f"{len(records)} records; {type(lm).__name__}, {count:.1f}M parameters, {trained[config.method]}; {how} on "
         f"{lm.device.type}, {rows} rows each{parts}; {config.steps} steps of {config.batch_size} rows, "
-        f"W = {config.window}{follows}",
-        file=sys.stderr,
+        f"W = {config.window}{follows}"
     )
 
 

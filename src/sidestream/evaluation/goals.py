@@ -63,11 +63,11 @@ def goal_outcomes(
         goal_ids: the goals, one per trajectory.
         window: W, the tokens that a prediction may see.
         heads: the goals as they stand at the head of a text, where that is not `goal_ids` alone (a line break, say).
-        arms: keys of `ARMS`; `swapped` takes the next record's goal.
+        arms: keys of `ARMS`; `swapped` takes the next record whose goal is another.
         batch_size: rows at a time.
 
     Raises:
-        ValueError: another number of goals than texts, or an unknown arm.
+        ValueError: another number of goals than texts, an unknown arm, or `swapped` where all goals are one.
     """
     if len(texts) != len(goal_ids):
         raise ValueError(f"{len(goal_ids)} goals for {len(texts)} trajectories; give one each")
@@ -76,6 +76,7 @@ def goal_outcomes(
         raise ValueError(f"unknown arm {unknown[0]!r}; use one of {', '.join(ARMS)}")
     pooled = pooled_goals(model, goal_ids).to(model.device)
     found: dict[Arm, list[Outcome]] = {}
+    others = _other_goals(goal_ids) if "swapped" in arms else []
     for arm in arms:
         rows = [_row(text, head, window, arm) for text, head in zip(texts, heads or goal_ids, strict=True)]
         # Rows of like length share a batch: little padding.
@@ -85,12 +86,22 @@ def goal_outcomes(
             part = order[start : start + batch_size]
             state = None
             if arm in ("channel", "swapped"):
-                who = part if arm == "channel" else [(row + 1) % len(rows) for row in part]
+                who = part if arm == "channel" else [others[row] for row in part]
                 state = LatentState(goal=model.channel.encoder.predict(pooled[who]))
             for row, outcome in zip(part, _predict(model, [rows[row] for row in part], state), strict=True):
                 outcomes[row] = outcome
         found[arm] = [outcome for outcome in outcomes if outcome is not None]
     return found
+
+
+def _other_goals(goal_ids: Sequence[Sequence[int]]) -> list[int]:
+    """For each record the next one that has another goal."""
+    goals, count = [tuple(goal) for goal in goal_ids], len(goal_ids)
+    if len(set(goals)) < 2:
+        raise ValueError("the arm 'swapped' needs two different goals, and there is one; leave it out of --arms")
+    return [
+        next(k % count for k in range(row + 1, row + count) if goals[k % count] != goals[row]) for row in range(count)
+    ]
 
 
 @torch.no_grad()

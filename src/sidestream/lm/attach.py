@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sidestream.channels import ConceptStream, GoalChannel, GoalConfig, LatentState, StreamConfig
 from sidestream.lm.blocks import film_sites, sized_goal, takes, text_config
 from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, checked_window, chunks, feed_for, positions_of
-from sidestream.lm.reading import goal_ids, read
+from sidestream.lm.reading import check_goals, goal_ids, read
 from sidestream.lm.terms import (
     InForce,
     check_checkpointing,
@@ -124,6 +124,7 @@ class AttachedLM(nn.Module):
                 raise ValueError(
                     f"a goal has token ids {int(ids.min())} to {int(ids.max())}; E_base knows 0 to {vocabulary - 1}"
                 )
+            check_goals(self._reader, mask)
             state = self.channel.encode(self.goal_hidden(ids, mask), mask.bool())
         return self.channel.fold(state) if self.channel.tracker is None else state
 

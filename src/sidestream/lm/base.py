@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sidestream.channels import mean_pool
 from sidestream.lm.blocks import decoder_blocks
+from sidestream.lm.reading import check_goals
 from sidestream.lm.reading import goal_ids as padded
 
 ADAPTER = "default"
@@ -44,8 +45,8 @@ def load_base(name: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTra
         options["quantization_config"] = GgufConfig(dequantize=True)  # else it could not be saved
     try:
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(f"cannot load the model {str(name)!r}: {_first_line(error)}") from None
+    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
+        raise ValueError(f"cannot load the model {str(name)!r}: {_why(name, error)}") from None
     if options:
         # Whoever reads the name loads the same file; the folder alone would be another model, or none.
         model.config._name_or_path = str(name)
@@ -62,7 +63,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {_first_line(error)}") from None
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {_why(name, error)}") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -74,6 +75,9 @@ def _place(name: str | Path) -> tuple[str, dict[str, Any]]:
     if str(name).endswith(GGUF):
         path = Path(name)
         return str(path.parent), {"gguf_file": path.name}
+    # What has neither a folder here nor the form of a hub id is a mistyped path.
+    if not Path(name).exists() and (str(name).count("/") > 1 or str(name).startswith((".", "/", "~"))):
+        raise ValueError(f"{name}: there is no such folder, and a hub id is written owner/name")
     return str(name), {}
 
 
@@ -91,9 +95,18 @@ def _packaged(package: str) -> Path:
     return files[0]
 
 
+def _why(name: str | Path, error: Exception) -> str:
+    if not Path(name).exists() and not str(name).startswith(PACKAGE):
+        return f"there is no such folder here, and as a hub id it cannot be had ({_first_line(error)})"
+    return _first_line(error)
+
+
 def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # A line that only opens a list says nothing without its first item.
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -136,6 +149,7 @@ def pooled_goals(model: Any, goal_ids: Sequence[Sequence[int]], batch_size: int 
     parts = []
     for start in range(0, len(goal_ids), batch_size):
         ids, mask = padded([list(row) for row in goal_ids[start : start + batch_size]], None, None, model.device)
+        check_goals(model._reader, mask)
         parts.append(mean_pool(model.goal_hidden(ids, mask), mask.bool()).float().cpu())
     return torch.cat(parts)
 

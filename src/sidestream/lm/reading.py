@@ -41,6 +41,20 @@ def goal_ids(
     return rows, torch.ones_like(rows) if mask is None else mask
 
 
+def positions(lm: PreTrainedModel) -> int | None:
+    """Tokens that a model was made for; None where its configuration does not say (ALiBi)."""
+    return getattr(text_config(lm), "max_position_embeddings", None)
+
+
+def check_goals(reader: PreTrainedModel, mask: Tensor) -> None:
+    """Raises `ValueError` where a goal, read as one text, has more tokens than E_base was made for."""
+    limit, longest = positions(reader), int(mask.sum(dim=1).max())
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"a goal has {longest} tokens and E_base ({type(reader).__name__}) was made for {limit}; shorten it"
+        )
+
+
 def read(reader: PreTrainedModel, layer: int, ids: Tensor, mask: Tensor | None, cache: LatentCache | None) -> Tensor:
     """(B, T, E) hidden states of tokens at one layer, every channel closed, without gradients or dropout.
 
@@ -98,7 +112,7 @@ def _up_to(reader: PreTrainedModel, layer: int, feed: dict[str, Any]) -> Tensor:
 
 def _check_table(reader: PreTrainedModel, ids: Tensor, mask: Any) -> None:
     longest = ids.shape[1] if mask is None else mask.shape[-1]
-    limit = getattr(text_config(reader), "max_position_embeddings", None)
+    limit = positions(reader)
     if limit is None or longest <= limit or learned_positions(reader) is None:
         return
     if mask is not None:

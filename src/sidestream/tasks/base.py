@@ -172,21 +172,34 @@ def json_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     `train.jsonl:12`, counted from 1. ValueError: not JSON, or not objects."""
     text = read_text(path)
     if text.lstrip().startswith("["):
-        try:
-            found = [(f"{path}[{index}]", record) for index, record in enumerate(json.loads(text))]
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
+        found = [(f"{path}[{index}]", record) for index, record in enumerate(_parsed(text, str(path)))]
     else:
-        found = []
-        for where, line in text_lines(path):
-            try:
-                found.append((where, json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON ({error.msg}, column {error.colno})") from None
+        found = [(where, _parsed(line, where)) for where, line in text_lines(path)]
     for where, record in found:
         if not isinstance(record, dict):
             raise ValueError(f"{where}: {_shown(record)} is not an object with named fields")
         yield where, record
+
+
+def _parsed(text: str, where: str) -> Any:
+    """JSON, or a `ValueError` in one line whatever is wrong with it."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"field {twice!r} is given twice")
+        return made
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg}, line {error.lineno}, column {error.colno})") from None
+    except RecursionError:
+        raise ValueError(f"{where}: nested too deeply to be read") from None
+    except ValueError as error:  # a field given twice, or a number of thousands of digits
+        raise ValueError(f"{where}: {str(error).partition(';')[0]}") from None
 
 
 def hub_records(name: str, config: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -223,14 +236,25 @@ def field(record: Mapping[str, Any], name: str, kind: type[T], where: str) -> T:
         raise ValueError(f"{where}: field {name!r} must be {_KINDS[kind]}, got {_shown(value)}")
     if isinstance(value, str) and not value.strip():
         raise ValueError(f"{where}: field {name!r} is empty")
+    if isinstance(value, str) and not is_text(value):
+        raise ValueError(f"{where}: field {name!r} holds half a character (a lone surrogate), which no tokenizer takes")
     return value
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: JSON's `\\ud800` and bytes of a shell that are not UTF-8 cannot."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def texts(record: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
     """The record's list of texts. ValueError, after `where`: it is missing or something else."""
     values = field(record, name, list, where)
     for value in values:
-        if type(value) is not str:
+        if type(value) is not str or not is_text(value):
             raise ValueError(f"{where}: field {name!r} must be a list of texts, got {_shown(value)} in it")
     return tuple(values)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sidestream.tasks.base import field, hub_records, json_records
+from sidestream.tasks.base import field, hub_records, is_text, json_records
 
 HUB = "hub:"
 Template = Callable[[list[dict[str, str]]], str]
@@ -74,9 +74,15 @@ def read_goals(source: str, *, split: str = "train") -> list[GoalRecord]:
     """
     if source.startswith(HUB):
         name, _, config = source.removeprefix(HUB).partition(":")
+        if not name:
+            raise ValueError(f"{source} names no data set; write {HUB}owner/name or {HUB}owner/name:config")
         found = list(hub_records(name, config or "default", split))
     else:
         paths = [source] if Path(source).is_file() else sorted(p for p in glob.glob(source) if Path(p).is_file())
+        if not paths and Path(source).is_dir():
+            raise ValueError(
+                f"{source} is a folder; give a file in it, or a glob such as '{source.rstrip('/')}/*.jsonl'"
+            )
         if not paths:
             hint = f"; a hub data set is written {HUB}{source}" if source.count("/") == 1 else ""
             raise ValueError(f"{source}: there is no such file{hint}")
@@ -203,7 +209,7 @@ def _message(message: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where} has no 'role'")
     if content is None and calls:
         content = ""
-    if not isinstance(content, str):
+    if not isinstance(content, str) or not is_text(content):
         raise ValueError(f"{where} must have text as 'content'")
     if calls:
         # Few templates show calls, and each in its own way: as text of the turn they are the same for every model.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.base import add_lora, chat_template, offsets, pooled_goals
 from sidestream.lm.blocks import decoder_blocks, film_sites
 from sidestream.lm.decode import pad_right
+from sidestream.lm.reading import positions
 from sidestream.lm.tracked import tracked_terms
 from sidestream.tasks.goals import GoalRecord, Tokens, tokens
 from sidestream.training.batches import collate, plan
@@ -91,7 +92,9 @@ class FinetuneConfig:
                 f"method {self.method!r} needs a pool_layer counted from the front, got {self.pool_layer}: the blocks "
                 "that read goals stay frozen"
             )
-        for name in ("window", "width", "accumulate", "rank"):
+        if self.window < 2:
+            raise ValueError(f"window is {self.window}; it must be at least 2")
+        for name in ("width", "accumulate", "rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.goal_steps < 0:
@@ -281,6 +284,7 @@ def finetune(
     resume: bool = False,
     processes: int = 1,
     show: bool = False,
+    begin: Callable[[], None] = lambda: None,
 ) -> AttachedLM:
     """Attach a channel to `lm` and train it; the result is in evaluation mode and knows the tokenizer.
 
@@ -295,6 +299,7 @@ def finetune(
         resume: go on with what is in the directory.
         processes: how many processes this runs in; more than one needs torchrun, which splits each step's rows.
         show: progress bars.
+        begin: called when model, settings and every record have been checked, before anything is written.
 
     Raises:
         ValueError: settings, records and model do not fit together.
@@ -310,7 +315,12 @@ def finetune(
         model.goal_hidden(torch.tensor([longest.ids], device=model.device))  # complains of a text that is too long
         if not any(set(text.ids) & set(model.channel.config.trigger_ids) for text in texts):
             raise ValueError(f"the trigger {config.trigger!r} is in no trajectory: the vector would never change")
-    goal_ids = [tokenizer(record.goal)["input_ids"] for record in records]
+    goal_ids = [tokenizer(record.goal, verbose=False)["input_ids"] for record in records]
+    limit = positions(lm)
+    for record, ids in zip(records, goal_ids, strict=True):
+        if limit is not None and len(ids) > limit:
+            raise ValueError(f"{record.where}: field 'goal' has {len(ids)} tokens, the model was made for {limit}")
+    begin()
     pooled = pooled_goals(model, goal_ids)
     if len(records) > 1:
         model.channel.encoder.calibrate(pooled.to(model.device))
