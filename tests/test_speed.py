@@ -218,6 +218,9 @@ def test_a_ratio_is_taken_within_a_round():
     rounds = {"ours": iter([9.0, 1.0, 10.0, 1.0]), "theirs": iter([9.0, 2.0, 20.0, 2.2])}
     seconds = interleaved({name: lambda it=it: next(it) for name, it in rounds.items()}, 3)
     assert seconds["ours"] == [1.0, 10.0, 1.0]  # the first round is a warm-up
+    turns: list[str] = []
+    interleaved({name: lambda name=name: turns.append(name) or 0.0 for name in "ab"}, 3)
+    assert turns == ["b", "a", "a", "b", "b", "a", "a", "b"], "there and back"
     one = cell("ours", "ours_over_theirs", {}, over(seconds["theirs"], seconds["ours"]))
     assert one["value"] == 2.0 and one["samples"] == [2.0, 2.0, 2.2]
 

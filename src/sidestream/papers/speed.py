@@ -155,13 +155,15 @@ class Clock:
 
 
 def interleaved(functions: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds that each function says it took, taken turn about; a first round is thrown away."""
+    """Seconds that each function says it took, taken turn about, in turned order every other round; a first round is
+    thrown away."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     gc.collect()
     gc.disable()
     try:
         for number in range(repeats + 1):
-            for name, function in functions.items():
+            # There and back: what an arm leaves behind (caches, pages, heat) is not always the same arm's burden.
+            for name, function in list(functions.items())[:: 1 if number % 2 else -1]:
                 taken = function()
                 if number:
                     seconds[name].append(taken)
