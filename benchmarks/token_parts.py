@@ -70,12 +70,12 @@ def main() -> None:
         plan = speed.table4("cpu")
         torch.manual_seed(plan.seed)
         model = speed.conditioned(plan, "fp32", dynamic=True, family="llama")
-        lms = {"large": speed.bare(plan, plan.large_layers, "fp32", family="llama")}
-        lms["small"] = speed.bare(plan, plan.layers, "fp32", family="llama")
+        large = speed.bare(plan, plan.large_layers, "fp32", family="llama")
         window = Window(size=32, policy="rolling")
         text = speed.texts(plan, 1, plan.goal_tokens + 56)
         goal = model.encode_goal(text[:, : plan.goal_tokens])
-        decoders = {name: LeanDecoder(lm, window=window) for name, lm in {"dynamic": model, **lms}.items()}
+        decoders = {name: LeanDecoder(lm, window=window) for name, lm in (("dynamic", model), ("large", large))}
+        decoders["small"] = decoders["dynamic"]  # with its channel closed
         rollouts = {}
         for name, decoder in decoders.items():
             rollouts[name] = decoder.start(1, capacity=512, goal=goal if name == "dynamic" else None)
@@ -120,11 +120,12 @@ def main() -> None:
         plan = speed.table2("cpu")
         torch.manual_seed(plan.seed)
         model = speed.conditioned(plan, "fp32", dynamic=False)
-        lms = {name: speed.bare(plan, layers, "fp32") for name, layers in (("small", 4), ("large", plan.large_layers))}
+        large = speed.bare(plan, plan.large_layers, "fp32")
         text = speed.texts(plan, 1, 128)
         goals = text[:, : plan.goal_tokens]
         goal = model.encode_goal(goals)
-        decoders = {name: LeanDecoder(lm, window=128) for name, lm in {"static": model, **lms}.items()}
+        decoders = {name: LeanDecoder(lm, window=128) for name, lm in (("static", model), ("large", large))}
+        decoders["small"] = decoders["static"]
         functions = {("static", "goal of 13 tokens encoded"): partial(speed._encoding, model, goals, clock)}
         for name, decoder in decoders.items():
             state = goal if name == "static" else None

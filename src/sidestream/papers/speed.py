@@ -261,8 +261,7 @@ def decoding_cells(plan: Speed, *, dynamic: bool, batch: int, dtype: str, family
     torch.manual_seed(plan.seed)
     own = "dynamic" if dynamic else "static"
     model = conditioned(plan, dtype, dynamic=dynamic, family=family)
-    lms = {"small": bare(plan, plan.layers, dtype, family=family)}
-    lms["large"] = bare(plan, plan.large_layers, dtype, family=family)
+    large = bare(plan, plan.large_layers, dtype, family=family)
     clock, cells = Clock(plan.clock), []
     for size in plan.windows:
         length = size if not dynamic else plan.goal_tokens + (plan.new_tokens or plan.rollout_tokens or size)
@@ -272,7 +271,12 @@ def decoding_cells(plan: Speed, *, dynamic: bool, batch: int, dtype: str, family
         text = texts(plan, batch, length)
         window = Window(size=size, policy="rolling" if family == "llama" else "reindex")
         rows = batch * size if window.policy == "reindex" and length > size else batch
-        decoders = {name: LeanDecoder(lm, rows=rows, window=window) for name, lm in {own: model, **lms}.items()}
+        decoders = {
+            name: LeanDecoder(lm, rows=rows, window=window) for name, lm in {own: model, "large": large}.items()
+        }
+        # The unconditioned decoder is D_base with its channel closed. A second one of its shape would lie elsewhere in
+        # memory, which alone makes a tenth of difference for a whole process.
+        decoders["small"] = decoders[own]
         goals = text[:, : plan.goal_tokens]
         state = model.encode_goal(goals)
         functions = {
