@@ -38,11 +38,11 @@ TWINS = {"static_over_large": "static_over_small", "bandwidth_fraction": "decode
 """Rows that one measurement gives together."""
 
 
-def plan_for(row: str, *, short: bool) -> Any:
+def plan_for(row: str, *, short: bool, table: str = "speed") -> Any:
     """Sizes and lengths of a row."""
     from sidestream.papers.speed import Speed, table2, table4
 
-    common: dict[str, Any] = dict(table="speed", scale="cpu", batches=BATCHES.get(row, (1,)))
+    common: dict[str, Any] = dict(table=table, scale="cpu", batches=BATCHES.get(row, (1,)))
     if row == "dynamic_over_large":
         plan = replace(table4("cpu"), **common)
         return replace(plan, windows=(32,), batches=(1,), families=("gpt2",), new_tokens=16) if short else plan
@@ -124,7 +124,7 @@ def main() -> None:
     cells: list[dict[str, Any]] = []
     plans = {}
     for row in dict.fromkeys(TWINS.get(row, row) for row in asked):
-        plan = plan_for(row, short=args.short)
+        plan = plan_for(row, short=args.short, table="speed" if "fp32" in args.dtype else "speed_bf16")
         plan = replace(plan, threads=args.threads, clock=args.clock, repeats=args.repeats or plan.repeats)
         plan = replace(plan, windows=tuple(args.windows or plan.windows))
         plans[row] = plan

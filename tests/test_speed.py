@@ -193,6 +193,7 @@ def test_a_packed_map_is_the_same_map():
         close(linear.add_to(torch.ones(3, 7), hidden), 1 + hidden @ matrix + bias)
     assert packed(matrix, None, rows=1).matrix.data_ptr() == matrix.data_ptr()  # no copy where it lies right
     assert packed(matrix, None, rows=3).matrix.is_contiguous() is False
+    assert packed(matrix.bfloat16(), None, rows=1).matrix.is_contiguous() is False  # the other order is slow there
 
 
 # -------------------------------------------------------------------- tables
