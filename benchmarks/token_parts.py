@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 PERIOD = 3.5
 """Tokens from one trigger to the next: actions of 3 and 4 tokens take turns."""
@@ -92,7 +93,7 @@ def main() -> None:
         }
         for count in range(1, 6):
             parts["dynamic", f"E_base: {count} tokens in one piece"] = partial(reading, own, text[:, :count])
-        functions = {key: partial(timed, function) for key, function in parts.items()}
+        functions: dict[Any, Any] = {key: partial(timed, function) for key, function in parts.items()}
         whole = "a token, as decoded"
         for name, decoder in decoders.items():
             state = goal if name == "dynamic" else None
@@ -136,7 +137,7 @@ def main() -> None:
 
     origin = {**provenance(shlex.join(["python", *sys.argv])), "data_hash": "random weights and text of seed 0"}
     results = results_of(
-        replace(plan, table="token_parts"), origin, started, notes=[__doc__.split("\n\n")[2]], cells=cells
+        replace(plan, table="token_parts"), origin, started, notes=[(__doc__ or "").split("\n\n")[2]], cells=cells
     )
     for one in cells:
         print(f"Table {one['where']['table']}  {one['arm']:<50} {one['value']:8.2f} ms")

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ NOTES = [
 ]
 """What every results file of speed says of its numbers."""
 
+Arm = TypeVar("Arm")
 COMMA = 3
 """The trigger token of Table 4's scripted plans."""
 
@@ -154,10 +155,10 @@ class Clock:
         return self.read()
 
 
-def interleaved(functions: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(functions: dict[Arm, Callable[[], float]], repeats: int) -> dict[Arm, list[float]]:
     """Seconds that each function says it took, taken turn about, in turned order every other round; a first round is
     thrown away."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    seconds: dict[Arm, list[float]] = {name: [] for name in functions}
     gc.collect()
     gc.disable()
     try:

@@ -172,7 +172,7 @@ def json_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     `train.jsonl:12`, counted from 1. ValueError: not JSON, or not objects."""
     text = read_text(path)
     if text.lstrip().startswith("["):
-        found = [(f"{path}[{index}]", record) for index, record in enumerate(_parsed(text, str(path)))]
+        found = [(f"{path}[{index}]", record) for index, record in enumerate(_parsed(text, str(path), whole=True))]
     else:
         found = [(where, _parsed(line, where)) for where, line in text_lines(path)]
     for where, record in found:
@@ -181,8 +181,9 @@ def json_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, record
 
 
-def _parsed(text: str, where: str) -> Any:
-    """JSON, or a `ValueError` in one line whatever is wrong with it."""
+def _parsed(text: str, where: str, *, whole: bool = False) -> Any:
+    """JSON, or a `ValueError` in one line whatever is wrong with it; `whole` says that the text is a file's, of many
+    lines."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -195,7 +196,8 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg}, line {error.lineno}, column {error.colno})") from None
+        place = f"{where}:{error.lineno}" if whole else where
+        raise ValueError(f"{place}: not JSON ({error.msg}, column {error.colno})") from None
     except RecursionError:
         raise ValueError(f"{where}: nested too deeply to be read") from None
     except ValueError as error:  # a field given twice, or a number of thousands of digits
