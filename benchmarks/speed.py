@@ -38,11 +38,11 @@ TWINS = {"static_over_large": "static_over_small", "bandwidth_fraction": "decode
 """Rows that one measurement gives together."""
 
 
-def plan_for(row: str, *, short: bool, table: str = "speed") -> Any:
+def plan_for(row: str, *, short: bool) -> Any:
     """Sizes and lengths of a row."""
     from sidestream.papers.speed import Speed, table2, table4
 
-    common: dict[str, Any] = dict(table=table, scale="cpu", batches=BATCHES.get(row, (1,)))
+    common: dict[str, Any] = dict(table="speed", scale="cpu", batches=BATCHES.get(row, (1,)))
     if row == "dynamic_over_large":
         plan = replace(table4("cpu"), **common)
         return replace(plan, windows=(32,), batches=(1,), families=("gpt2",), new_tokens=16) if short else plan
@@ -124,9 +124,11 @@ def main() -> None:
     cells: list[dict[str, Any]] = []
     plans = {}
     for row in dict.fromkeys(TWINS.get(row, row) for row in asked):
-        plan = plan_for(row, short=args.short, table="speed" if "fp32" in args.dtype else "speed_bf16")
-        plan = replace(plan, threads=args.threads, clock=args.clock, repeats=args.repeats or plan.repeats)
-        plan = replace(plan, windows=tuple(args.windows or plan.windows))
+        plan = plan_for(row, short=args.short)
+        changes: dict[str, Any] = dict(threads=args.threads, clock=args.clock, repeats=args.repeats or plan.repeats)
+        if "fp32" not in args.dtype:
+            changes["table"] = "speed_bf16"
+        plan = replace(plan, windows=tuple(args.windows or plan.windows), **changes)
         plans[row] = plan
         for dtype in args.dtype:
             for batch in args.batch or plan.batches:
