@@ -189,7 +189,7 @@ def test_generate_prints_what_the_model_says(saved, words, capsys):
     first = say(saved, capsys, *asked, *drawn, "1")[1].out
     assert first == say(saved, capsys, *asked, *drawn, "1")[1].out != say(saved, capsys, *asked, *drawn, "2")[1].out
     (saved / "prompt.txt").write_text("Where does the trip go?")
-    from_file = ["--prompt", f"@{saved / 'prompt.txt'}", "--window", "8", "--goal", GOALS[0]]
+    from_file = ["--prompt_file", str(saved / "prompt.txt"), "--window", "8", "--goal", GOALS[0]]
     assert say(saved, capsys, *from_file)[1].out == said.out
 
 
@@ -207,7 +207,15 @@ def test_generate_prints_what_the_model_says(saved, words, capsys):
         (["--prompt", "x", "--window", "1"], "Window.size is 1 tokens"),
         (["--prompt", "x", "--window", "8", "--policy", "slide"], "window policy 'slide' is unknown"),
         (["--prompt", "x", "--temperature", "-1"], "--temperature must be 0 or above"),
-        (["--prompt", "@nowhere.txt"], "nowhere.txt: there is no such file"),
+        (["--prompt_file", "nowhere.txt"], "nowhere.txt: there is no such file"),
+        (["--prompt_file", "/dev/null"], "/dev/null is empty"),
+        (["--prompt_file", ""], "--prompt_file is empty"),
+        (["--prompt", "x", "--prompt_file", "p.txt"], "--prompt and --prompt_file exclude each other"),
+        (
+            ["--prompt", "--goal", "Go to Oslo."],
+            "--prompt has no text: --goal follows it; where that is the text, write",
+        ),
+        (["--goal", "--prompt=x"], "--goal has no text: --prompt=x follows it"),
         (["--prompt", "x", "--base", "nowhere"], "cannot load the model 'nowhere': there is no such folder here"),
         (["--prompt", "x", "--base", "./no/such/folder"], "./no/such/folder: there is no such folder"),
         (["--prompt", "x", "--base", "package:no_such_package"], "the package is not installed"),

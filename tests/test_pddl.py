@@ -89,7 +89,9 @@ def test_accepted_variants(tmp_path, old, new, field, value):
         ("(:objects A b-1 c)", "(:objects)", "no objects"),
         ("(:objects A b-1 c)", "(:objects A b-1 (c))", ":objects must be names, got (c)"),
         ("(:objects A b-1 c)", "(:objects A b-1 c a)", "object 'a' declared twice"),
-        ("(:goal", "(:metric minimize (total-cost)) (:goal", "unsupported section (:metric minimize (total-cost))"),
+        ("(:goal", "(:metric maximize (total-cost)) (:goal", "unsupported section (:metric maximize (total-cost))"),
+        ("(:goal", "(:constraints (always (clear a))) (:goal", "unsupported section (:constraints"),
+        ("(:goal", "(:metric minimize f) (:metric minimize f) (:goal", "two sections :metric"),
         ("(:goal", "goal (:goal", "unsupported section 'goal'"),
         # facts
         ("(on a B-1)", "(above a b-1)", ":goal: unknown predicate 'above' in (above a b-1)"),

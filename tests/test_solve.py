@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sidestream import cli
+from sidestream.commands.solve import plan_files
 from sidestream.papers.planning import table3
 from sidestream.papers.planning_run import run_table3
 
@@ -88,6 +89,96 @@ def test_a_bad_problem_is_one_line(
     assert cli.main(["solve", str(path), "--run", str(run)]) == 2
     error = capsys.readouterr().err
     assert "bad.pddl" in error and expected in error and error.count("\n") == 1
+
+
+def problem(path: Path, goal: str = "(holding b1)") -> Path:
+    """A problem that is solved at once, or by one pick-up."""
+    blocks = "(arm-empty) (on-table b1) (clear b1) (on-table b2) (clear b2)"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(f"(define (problem p) (:domain d) (:objects b1 b2) (:init {blocks}) (:goal {goal}))")
+    return path
+
+
+def test_two_problems_of_one_name_have_two_plans(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = problem(tmp_path / "x" / "p.pddl", "(on-table b1)"), problem(tmp_path / "y" / "z" / "p.pddl")
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    monkeypatch.chdir(tmp_path / "x")
+    again = ["p.pddl", str(tmp_path / "link" / "p.pddl"), "../y/../x/p.pddl"]
+    asked = [
+        "solve",
+        str(first),
+        str(second),
+        *again,
+        "--run",
+        str(run),
+        "--tries",
+        "8",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    for _ in range(2):  # a plan of an earlier call is replaced
+        assert cli.main(asked) == 0
+        said = capsys.readouterr()
+        assert "2 of 2 solved" in said.out and said.err.count("again\n") == 3
+        found = {str(path.relative_to(tmp_path / "out")): path.read_text() for path in (tmp_path / "out").rglob("*.*")}
+        assert found == {
+            "x/p.soln": "; cost = 0 (unit cost)\n",
+            "y/z/p.soln": "(pick-up b1)\n; cost = 1 (unit cost)\n",
+        }
+
+
+def test_where_plans_go(tmp_path: Path) -> None:
+    a, b, same = tmp_path / "a" / "p.pddl", tmp_path / "b" / "q.pddl", tmp_path / "b" / "P.pddl"
+    out = tmp_path / "out"
+    assert plan_files([a, b], str(out)) == [out / "p.soln", out / "q.soln"]
+    assert plan_files([a, b], None) == [a.with_suffix(".soln"), b.with_suffix(".soln")]
+    assert plan_files([a, same], str(out)) == [out / "a" / "p.soln", out / "b" / "P.soln"]
+    assert plan_files([a, tmp_path / "p.pddl"], str(out)) == [out / "a" / "p.soln", out / "p.soln"]
+
+
+@pytest.mark.parametrize("out", [[], ["--out", "out"]])
+def test_nothing_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, out: list[str]
+) -> None:
+    """What would be is said before anything runs: there is no run to solve with here."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path(*out[1:])
+    folder.mkdir(exist_ok=True)
+    names = ("p.pddl", "p.PDDL", "own.soln", "theirs.pddl", "folder.pddl", "link.pddl", "ours.pddl")
+    for name in names:
+        problem(Path(name))
+    (folder / "theirs.soln").write_text("(pick-up b1)\n")
+    (folder / "folder.soln").mkdir()
+    (folder / "link.soln").symlink_to(tmp_path / "kept.soln")
+    (folder / "ours.soln").write_text("(pick-up b1)\n; cost = 1 (unit cost)\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+
+    def said(*files: str) -> str:
+        assert cli.main(["solve", *files, *out, "--run", "none"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    assert f"p.pddl and p.PDDL would both have their plan in {folder / 'p.soln'}" in said("p.pddl", "p.PDDL")
+    for name in ("theirs", "folder", "link"):
+        assert f"{folder / name}.soln is there and is no plan" in said("ours.pddl", f"{name}.pddl")
+    expected = "holds no run" if out else "own.soln is there and is no plan"
+    assert expected in said("own.soln") and "holds no run" in said("ours.pddl")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+
+
+def test_the_spelling_is_that_of_the_files_own_domain(run: Path, tmp_path: Path) -> None:
+    path = problem(tmp_path / "p.pddl")
+    domain = (DATA / "domain-ipc2000.pddl").read_text().replace("pick-up", "pickup").lower().replace("blocks)", "d)")
+    path.write_text(path.read_text() + domain)
+    asked = ["solve", str(path), "--run", str(run), "--tries", "8"]
+    assert cli.main(asked) == 0
+    assert path.with_suffix(".soln").read_text().startswith("(pickup b1)")
+    (tmp_path / "hyphen.pddl").write_text(domain.replace("pickup", "pick-up"))
+    assert cli.main([*asked, "--domain", str(tmp_path / "hyphen.pddl")]) == 0
+    assert path.with_suffix(".soln").read_text().startswith("(pick-up b1)")
 
 
 def test_a_users_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

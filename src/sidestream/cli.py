@@ -65,7 +65,7 @@ COSTS = {
 }
 SCALES = ("smoke", "cpu", "paper")
 
-OUTER = {"train": "train", "eval": "evaluate", "generate": "generate"}
+OUTER = {"train": "train", "eval": "evaluate", "generate": "generate", "solve": "solve"}
 """Command -> its module in `sidestream.commands`."""
 
 HELP = """usage: sidestream COMMAND ...
@@ -90,7 +90,7 @@ sidestream --version tells the version.
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status. A user's mistake is one line on stderr and status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"run": _run, "audit": _audit, "tables": _tables, "report": _report, "readme": _readme, "solve": _solve}
+    commands = {"run": _run, "audit": _audit, "tables": _tables, "report": _report, "readme": _readme}
     commands |= {name: partial(_outer, module) for name, module in OUTER.items()}
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -270,7 +270,7 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         line = " ".join(str(message).split())
-        wrong = re.search(r'Parser key "([\w.]+)": .*?Got value: (.*)', line)
+        wrong = re.search(r'Parser key "([\w.]+)": .*?(?:Got|Given) value: (.*)', line)
         if wrong and wrong[1] in self.types:
             raise ValueError(f"--{wrong[1]} must be {_words(self.types[wrong[1]])}; got {wrong[2]!r}")
         unknown = re.search(r"nrecognized arguments: --([\w.]+)|(?:Key|Option) [\"']([\w.]+)[\"'] is not", line)
@@ -432,61 +432,6 @@ def _report(words: list[str]) -> int:
 
     print(write_report(Path(words[0])))
     return 0
-
-
-def _solve(words: list[str]) -> int:
-    parser = _Parser(
-        prog="sidestream solve",
-        description="Plans for PDDL Blocksworld problems (4 operators), each written beside its problem as FILE.soln.",
-        default_env=False,
-        allow_abbrev=False,
-    )
-    parser.types = {}
-    parser.add_argument("problems", nargs="+", type=str, help="PDDL problem files")
-    parser.add_argument("--run", type=str, default="runs/lsar.table3/cpu-seed0", help="a finished run of lsar.table3")
-    parser.add_argument("--arm", type=str, default="dynamic_state", help="whose weights (an arm of that run)")
-    parser.add_argument("--window", type=int, default=0, help="W, the tokens in view; 0 for everything")
-    parser.add_argument(
-        "--tries",
-        type=int,
-        default=16,
-        help="rollouts a problem: one greedy, the rest drawn; the shortest plan is kept",
-    )
-    parser.add_argument("--out", type=str | None, default=None, help="folder for the .soln files")
-    parser.add_argument(
-        "--domain", type=str | None, default=None, help="domain file: its spelling of the operators is used (pick-up)"
-    )
-    given = parser.parse_args(words)
-    if given.tries < 1:
-        raise ValueError(f"tries is {given.tries}; it must be at least 1")
-    from sidestream.tasks.pddl import SPELLING, read_domain, read_problem, write_plan
-
-    paths = [Path(name) for name in given.problems]
-    try:
-        domain = read_domain(given.domain) if given.domain else None
-        problems = [read_problem(path, domain) for path in paths]
-    except OSError as error:
-        return _complain(f"{error.filename}: {error.strerror}")
-    _quiet()
-    from sidestream.papers.planning_models import solve
-
-    solved = 0
-    results = solve(Path(given.run), problems, arm=given.arm, window=given.window, tries=given.tries)
-    for path, problem, (score, actions) in zip(paths, problems, results, strict=True):
-        if not score.success:
-            print(f"{path}: no plan ({score.failure} at step {score.failed_at}: {score.reason})")
-            continue
-        solved += 1
-        folder = Path(given.out) if given.out else path.parent
-        target = folder / path.with_suffix(".soln").name
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_plan(target, problem, actions, domain.spelling if domain else SPELLING)
-        except OSError as error:
-            return _complain(f"{target}: {error.strerror}; choose a folder with --out")
-        print(f"{path}: {score.steps} steps, {score.over} over the shortest -> {target}")
-    print(f"{solved} of {len(paths)} solved")
-    return 0 if solved == len(paths) else 1
 
 
 def _readme(words: list[str]) -> int:

@@ -1,1 +1,4 @@
-"""The bodies of `sidestream train`, `eval` and `generate`. Each has `run(words, parser, add_fields) -> exit status`."""
+"""The bodies of `sidestream train`, `eval`, `generate` and `solve`.
+
+Each has `run(words, parser, add_fields) -> exit status`.
+"""

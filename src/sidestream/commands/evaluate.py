@@ -30,7 +30,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "limit": (int | None, None, "only the first N records"),
         "batch_size": (int, 16, "rows at a time"),
         "arms": (list[str], ["channel", "closed", "swapped", "in_text"], "channel, closed, swapped, in_text, sinks"),
-        "out": (str | None, None, "file for the results; null: eval.json in the model's folder"),
+        "out": (str | None, None, "file for the results; without it eval.json in the model's folder"),
     }
     parser = command_parser(parser_class, USAGE, ABOUT, options)
     given = parsed(parser, words, "model", "data")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
 from sidestream.commands.options import Options, command_parser, parsed
 from sidestream.tasks.base import read_text
 
-USAGE = "sidestream generate --model DIR --goal TEXT --prompt TEXT [--window W] [--temperature T]"
+USAGE = "sidestream generate --model DIR --goal TEXT --prompt TEXT|--prompt_file FILE [--window W] [--temperature T]"
 ABOUT = """Continue a prompt with the goal in the channel. Tokens are printed as they come. With --window W the model
 sees the last W tokens of the text and nothing older; the goal stays. Without --goal the base model speaks."""
 
@@ -39,13 +40,34 @@ def load_run(model: str, base: str | None) -> tuple[Any, dict[str, Any]]:
     return attached.eval(), settings
 
 
+def _prompt(text: str | None, file: str | None) -> str:
+    """The text to continue.
+
+    Raises:
+        ValueError: none is given, or two, or an empty one, or the file cannot be read.
+    """
+    if text is not None and file is not None:
+        raise ValueError("--prompt and --prompt_file exclude each other; leave one out")
+    if text is None and file is None:
+        raise ValueError("--prompt is missing; give it, or --prompt_file FILE")
+    if file is not None and not file.strip():
+        raise ValueError("--prompt_file is empty; name a file")
+    prompt = read_text(file) if file is not None else str(text)
+    if not prompt.strip():
+        raise ValueError(f"{file} is empty" if file is not None else "--prompt is empty; give it text to continue")
+    if file is None and prompt.startswith("@") and isfile(prompt[1:]):
+        print(f"note: --prompt is taken as text; --prompt_file {prompt[1:]} reads that file", file=sys.stderr)
+    return prompt
+
+
 def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     """Generate once. Returns the exit status."""
     options: Options = {
         "model": (str | None, None, "what `sidestream train` wrote"),
         "base": (str | None, None, "the base model, where it is no longer where the file says"),
-        "goal": (str | None, None, "what the channel is to hold; null leaves it closed"),
-        "prompt": (str | None, None, "the text to continue, or @FILE"),
+        "goal": (str | None, None, "what the channel is to hold; without one it is closed"),
+        "prompt": (str | None, None, "the text to continue, as it stands here"),
+        "prompt_file": (str | None, None, "a file that holds it, in place of --prompt"),
         "chat": (bool, False, "the prompt is a message of the user's: the chat template goes around it"),
         "window": (int | None, None, "W, the tokens in view; null: all"),
         "policy": (
@@ -60,7 +82,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "seed": (int, 0, "of drawing"),
     }
     parser = command_parser(parser_class, USAGE, ABOUT, options)
-    given = parsed(parser, words, "model", "prompt")
+    given = parsed(parser, words, "model")
     if given.temperature < 0 or not 0 < given.top_p <= 1:
         raise ValueError("--temperature must be 0 or above, and --top_p above 0 and at most 1")
     if given.top_p < 1 and not given.temperature:
@@ -71,7 +93,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         raise ValueError("--goal is empty; leave it out to close the channel")
     if not 0 <= given.seed < 2**63:
         raise ValueError(f"--seed is {given.seed}; it must be 0 or more, and below 2**63")
-    prompt = read_text(given.prompt[1:]) if given.prompt.startswith("@") else given.prompt
+    prompt = _prompt(given.prompt, given.prompt_file)
 
     import torch
 
