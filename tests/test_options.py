@@ -30,7 +30,7 @@ LOOKS_LIKE = (
         "=",
         "--a=--",
     ),
-    *("- x", "a: b\nc: d", "# said", "@nobody says hi", "{a: b}", " "),
+    *("- x", "a: b\nc: d", "# said", "@nobody says hi", "{a: b}"),
 )
 
 
@@ -42,7 +42,10 @@ def read(*words):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.one_of(st.text(st.characters(codec="utf-8"), min_size=1), st.sampled_from(LOOKS_LIKE)), st.booleans())
+@given(
+    st.one_of(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip), st.sampled_from(LOOKS_LIKE)),
+    st.booleans(),
+)
 @example("--help", False)
 def test_any_text_is_text(text, apart):
     options = {"-h", "--help", "--goal", "--prompt", "--window"}
@@ -63,6 +66,13 @@ def test_what_looks_like_something_else(text):
     assert read(f"--goal={text}").goal == text
     with pytest.raises(ValueError, match="--window must be a whole number or null"):
         read("--window", "x", f"--prompt={text}")
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+def test_an_empty_text_is_none(text):
+    for name in ("goal", "prompt"):
+        with pytest.raises(ValueError, match=f"--{name} is empty; leave it out"):
+            read(f"--{name}", text)
 
 
 def test_every_commands_text_is_text(monkeypatch):

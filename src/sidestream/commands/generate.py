@@ -50,11 +50,9 @@ def _prompt(text: str | None, file: str | None) -> str:
         raise ValueError("--prompt and --prompt_file exclude each other; leave one out")
     if text is None and file is None:
         raise ValueError("--prompt is missing; give it, or --prompt_file FILE")
-    if file is not None and not file.strip():
-        raise ValueError("--prompt_file is empty; name a file")
     prompt = read_text(file) if file is not None else str(text)
     if not prompt.strip():
-        raise ValueError(f"{file} is empty" if file is not None else "--prompt is empty; give it text to continue")
+        raise ValueError(f"{file} is empty; it must hold the text to continue")
     if file is None and prompt.startswith("@") and isfile(prompt[1:]):
         print(f"note: --prompt is taken as text; --prompt_file {prompt[1:]} reads that file", file=sys.stderr)
     return prompt
@@ -89,8 +87,6 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         raise ValueError("--top_p is about drawing, and at --temperature 0 nothing is drawn; give a temperature")
     if given.policy is not None and given.window is None:
         raise ValueError("--policy says how a window moves; give --window W with it")
-    if given.goal is not None and not given.goal.strip():
-        raise ValueError("--goal is empty; leave it out to close the channel")
     if not 0 <= given.seed < 2**63:
         raise ValueError(f"--seed is {given.seed}; it must be 0 or more, and below 2**63")
     prompt = _prompt(given.prompt, given.prompt_file)

@@ -15,10 +15,11 @@ def command_parser(parser_class: Any, usage: str, about: str, options: Options) 
     """A parser of `--name value` words; `usage` begins with the command."""
     prog = " ".join(usage.split()[:2])
     parser = parser_class(prog=prog, usage=usage, description=about, default_env=False, allow_abbrev=False)
-    parser.types = {}
+    parser.types, parser.texts = {}, []
     for name, (kind, default, said) in options.items():
         # Of a union the library reads the word as YAML, where `null`, `~` and `# one` are no text.
         parser.types[name] = str if kind == (str | None) else kind
+        parser.texts += [name] if parser.types[name] is str else []
         parser.add_argument(f"--{name}", type=parser.types[name], default=default, help=said)
     return parser
 
@@ -37,8 +38,9 @@ def parsed(parser: Any, words: list[str], *needed: str) -> Any:
     for name in needed:
         if given[name] is None:
             raise ValueError(f"--{name} is missing; see `{parser.prog} --help`")
-        if not given[name].strip():
-            raise ValueError(f"--{name} is empty; see `{parser.prog} --help`")
+    for name in parser.texts:
+        if given[name] is not None and not given[name].strip():
+            raise ValueError(f"--{name} is empty; leave it out or give it a text; see `{parser.prog} --help`")
     for name, value in given.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and not is_text(text):
