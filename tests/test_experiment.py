@@ -144,17 +144,22 @@ def test_new_run_is_written_and_resumed(tmp_path):
 
 def test_a_run_is_one_process_at_a_time(tmp_path):
     """Two would write over each other; the first one's end, here by a kill, frees it."""
-    code = (
-        "import sys, pathlib; from sidestream.papers import lsar; from sidestream.papers.experiment import open_run\n"
-    )
-    code += "open_run(pathlib.Path(sys.argv[1]), lsar.table1('smoke'), resume=True); print('open', flush=True); input()"
+    # Without torch, which takes seconds to import: any dataclass is an experiment.
+    code = """
+import dataclasses, pathlib, sys
+from sidestream.papers.experiment import open_run
+open_run(pathlib.Path(sys.argv[1]), dataclasses.make_dataclass("Any", [("steps", int)])(4), resume=True)
+print("open", flush=True)
+input()
+"""
+    run = dataclasses.make_dataclass("Any", [("steps", int)])(4)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], **pipes) as other:
         assert other.stdout.readline() == "open\n"
         with pytest.raises(ValueError, match="another process is at work in .*run; wait for it, or"):
-            open_run(tmp_path / "run", SMOKE, resume=True)
+            open_run(tmp_path / "run", run, resume=True)
         other.kill()
-    open_run(tmp_path / "run", SMOKE, resume=True)
+    open_run(tmp_path / "run", run, resume=True)
 
 
 @pytest.mark.parametrize("resume", [True, False])

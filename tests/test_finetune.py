@@ -440,7 +440,7 @@ def test_the_real_tasks_write_results(base, goals, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "--model", str(base), "--data", str(goals), "--out", "run", *WORDS]) == 0
     script = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "goal_tasks.py"))
-    script["main"](["needle", "--model", "run", "--limit", "4", "--scale", "smoke", "--out", "needle.json"])
+    script["main"](["needle", "--model", "run", "--limit", "2", "--scale", "smoke", "--out", "needle.json"])
     found = load_results(tmp_path / "needle.json")
     assert {cell["arm"] for cell in found["cells"]} == {"closed", "sinks", "in_text", "swapped", "channel"}
     spent = {cell["arm"]: cell["value"] for cell in found["cells"] if cell["metric"] == "tokens_spent"}

@@ -12,7 +12,7 @@ import typing
 import warnings
 from argparse import SUPPRESS
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -301,15 +301,18 @@ def _parser(name: str, experiment: Any) -> _Parser:
     return parser
 
 
-def _add_fields(parser: _Parser, values: Any, prefix: str, title: str) -> None:
+@cache
+def _docs(kind: type) -> dict[str, str]:
+    """Field -> its docstring, in one line. Finding them means reading the class's source."""
     from docstring_parser import parse_from_object
 
+    return {entry.arg_name: " ".join((entry.description or "").split()) for entry in parse_from_object(kind).params}
+
+
+def _add_fields(parser: _Parser, values: Any, prefix: str, title: str) -> None:
     from sidestream.papers.experiment import to_json
 
-    hints = typing.get_type_hints(type(values))
-    docs = {
-        entry.arg_name: " ".join((entry.description or "").split()) for entry in parse_from_object(type(values)).params
-    }
+    hints, docs = typing.get_type_hints(type(values)), _docs(type(values))
     plain = to_json(values)
     group = parser.add_argument_group(title)
     for name in (field.name for field in fields(values)):
