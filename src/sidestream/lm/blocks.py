@@ -11,7 +11,7 @@ import inspect
 from functools import cache
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sidestream.channels import GoalConfig
@@ -116,3 +116,26 @@ def learned_positions(lm: nn.Module) -> int | None:
         if isinstance(module, nn.Embedding) and module is not tokens and position_like:
             return limit
     return None
+
+
+def check_family(lm: PreTrainedModel) -> None:
+    """Refuse a model that remembers its text in anything but keys and values, which a `LatentCache` cannot carry.
+
+    Raises:
+        ValueError: says what the model keeps instead.
+    """
+    base = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # PEFT's wrapper
+    why = None
+    if not (takes(base, "cache") or takes(base, "past_key_values")):
+        why = "its forward takes no cache of keys and values"
+    elif getattr(base, "_is_stateful", False) or not base._supports_default_dynamic_cache():
+        why = "it keeps a recurrent state or a cache of its own kind"
+    else:
+        kinds = {type(layer).__name__ for layer in DynamicCache(config=text_config(base)).layers}
+        kinds -= {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"}
+        if kinds:
+            why = f"its layers keep {' and '.join(sorted(kinds))}"
+    if why is not None:
+        raise ValueError(
+            f"{type(lm).__name__} cannot carry a channel: a goal's state rides on a cache of keys and values, and {why}"
+        )
