@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
@@ -118,24 +119,32 @@ def learned_positions(lm: nn.Module) -> int | None:
     return None
 
 
+_KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer")
+_NOT_THEMSELVES = ("cpmant", "moshi", "prophetnet", "xlm")
+"""Model types whose own forwards on a growing cache give other logits than their forward on the whole text, or fail."""
+
+
 def check_family(lm: PreTrainedModel) -> None:
-    """Refuse a model that remembers its text in anything but keys and values, which a `LatentCache` cannot carry.
+    """Refuse a model whose forwards on a cache of keys and values are not those on the whole text, row by row.
 
     Raises:
-        ValueError: says what the model keeps instead.
+        ValueError: says what the model does instead.
     """
-    base = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # PEFT's wrapper
-    why = None
+    base: Any = lm
+    base = base.get_base_model() if hasattr(lm, "get_base_model") else lm  # PEFT's wrapper
+    config, why = text_config(base), None
     if not (takes(base, "cache") or takes(base, "past_key_values")):
-        why = "its forward takes no cache of keys and values"
+        why = "its forward takes no cache"
     elif getattr(base, "_is_stateful", False) or not base._supports_default_dynamic_cache():
         why = "it keeps a recurrent state or a cache of its own kind"
+    elif config.model_type in _NOT_THEMSELVES:
+        why = "its own steps on a cache do not give what its forward on the whole text gives"
+    elif learned_positions(base) is not None and not takes(base, "position_ids"):
+        why = "it counts positions by column, so that a padded row would not give what it gives alone"
     else:
-        kinds = {type(layer).__name__ for layer in DynamicCache(config=text_config(base)).layers}
-        kinds -= {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"}
-        if kinds:
-            why = f"its layers keep {' and '.join(sorted(kinds))}"
+        kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - set(_KEYS_AND_VALUES)
+        why = f"its layers keep {' and '.join(sorted(kinds))}" if kinds else None
     if why is not None:
         raise ValueError(
-            f"{type(lm).__name__} cannot carry a channel: a goal's state rides on a cache of keys and values, and {why}"
+            f"{type(base).__name__} cannot carry a channel: the state rides on a cache of keys and values, and {why}"
         )

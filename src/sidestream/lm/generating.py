@@ -101,8 +101,8 @@ def check_options(lm: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any
     for name in _GUESSING:
         if effective(lm, options, name) not in (None, False):
             raise ValueError(
-                f"{name} guesses tokens and takes the wrong ones back, and a cache with a latent state cannot be cropped; "
-                "leave it out (the tokens are the same)"
+                f"{name} guesses tokens and takes the wrong ones back, and a cache with a latent state cannot be "
+                "cropped; leave it out (the tokens are the same)"
             )
     kind = effective(lm, options, "cache_implementation")
     if kind not in (None, "dynamic", "hybrid"):  # the last is what older checkpoints have; transformers disregards it
@@ -157,6 +157,6 @@ def check_tokenizer(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     rows = embeddings(lm)
     if tokenizer is not None and rows is not None and len(tokenizer) > rows:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and {type(lm).__name__} embeddings for {rows}: they do not fit; "
-            f"take the model's own tokenizer, or lm.resize_token_embeddings({len(tokenizer)}) first"
+            f"the tokenizer has {len(tokenizer)} tokens and {type(lm).__name__} embeddings for {rows}: they do not "
+            f"fit; take the model's own tokenizer, or lm.resize_token_embeddings({len(tokenizer)}) first"
         )

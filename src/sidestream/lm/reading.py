@@ -57,8 +57,8 @@ def goal_ids(
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.dtype not in (torch.long, torch.int):
         given = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(goal).__name__
         raise ValueError(
-            "a goal is text, messages, lists of token ids, a (T,) or (B, T) tensor of ids, what a tokenizer returns, or "
-            f"a LatentState; got {given}"
+            "a goal is text, messages, lists of token ids, a (T,) or (B, T) tensor of ids, what a tokenizer returns, "
+            f"or a LatentState; got {given}"
         )
     if not rows.numel():
         raise ValueError("a goal is empty: nothing to encode")
