@@ -46,7 +46,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], *, ans
 
 def kept(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> tuple[int, int]:
     """First and end of the tokens to keep, of all that the tokenizer makes of a text with its special tokens."""
-    special = set(tokenizer.all_special_ids)
+    special = set(getattr(tokenizer, "all_special_ids", ()))  # any function to token ids will do for a tokenizer
     # Nothing is appended, and at most one token is put in front of what is no such token itself: the common case.
     if not ids or ids[-1] not in special and (len(ids) < 2 or ids[1] not in special):
         return 0, len(ids)
@@ -67,4 +67,5 @@ _ANY = "a"
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
-    return list(tokenizer(text, verbose=False, **options)["input_ids"])  # type: ignore[arg-type]
+    quiet = {"verbose": False} if isinstance(tokenizer, PreTrainedTokenizerBase) else {}
+    return list(tokenizer(text, **quiet, **options)["input_ids"])

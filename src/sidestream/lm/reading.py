@@ -52,6 +52,8 @@ def goal_ids(
         width = max(len(row) for row in rows)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         rows = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    if isinstance(rows, Tensor) and not rows.numel():
+        raise ValueError("a goal is empty: nothing to encode")
     if isinstance(rows, Tensor) and rows.dim() == 1:
         rows, mask = rows[None], mask[None] if mask is not None and mask.dim() == 1 else mask
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.dtype not in (torch.long, torch.int):
@@ -60,8 +62,6 @@ def goal_ids(
             "a goal is text, messages, lists of token ids, a (T,) or (B, T) tensor of ids, what a tokenizer returns, "
             f"or a LatentState; got {given}"
         )
-    if not rows.numel():
-        raise ValueError("a goal is empty: nothing to encode")
     return rows.to(device), torch.ones_like(rows, device=device) if mask is None else mask.to(device)
 
 
