@@ -1,4 +1,4 @@
-"""One attached model or one cache and several texts: pipelines, default goals, turns, copies. The truth is a new cache."""
+"""One attached model or one cache and several texts: pipelines, default goals, turns, copies."""
 
 import copy
 import io
@@ -152,7 +152,9 @@ def test_another_text_is_told_from_one_that_goes_on(window):
     assert torch.equal(new[:, 4:], second.sequences[:, 13:])
     with pytest.raises(ValueError, match="14 columns"):
         wide = torch.ones(2, 14, dtype=torch.long)
-        model.generate(longer[:, 9:], attention_mask=wide, **{CACHE_NAME: turn(model, tokens(2, 6), goal=goal)[CACHE_NAME]})
+        model.generate(
+            longer[:, 9:], attention_mask=wide, **{CACHE_NAME: turn(model, tokens(2, 6), goal=goal)[CACHE_NAME]}
+        )
 
 
 def test_the_hash_follows_rows_as_the_cache_does():
