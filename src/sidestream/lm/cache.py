@@ -147,10 +147,11 @@ class LatentCache(DynamicCache):
     def _check(self, input_ids: Tensor, mask: Tensor | None, copies: int, held: int) -> None:
         rows, length = input_ids.shape
         whole = "pass the whole text so far followed by the new tokens, or leave the cache out for another text"
-        new_only = mask is not None and mask.dim() == 2 and mask.shape[1] > length
-        if new_only and mask.shape[1] != held + length:  # type: ignore[union-attr]
+        columns = mask.shape[1] if mask is not None and mask.dim() == 2 else length
+        new_only = columns > length
+        if new_only and columns != held + length:
             raise ValueError(
-                f"the cache holds {held} tokens, input_ids {length} and attention_mask {mask.shape[1]} columns; {whole}"  # type: ignore[union-attr]
+                f"the cache holds {held} tokens, input_ids {length} and attention_mask {columns} columns; {whole}"
             )
         if not new_only and length <= held:
             raise ValueError(f"the cache holds {held} tokens and input_ids {length}: to continue, {whole}")
@@ -372,6 +373,8 @@ def _hashed(ids: Tensor, before: Tensor | None) -> Tensor:
 
     A hash and not the ids: as much memory for any length of text, and rows move with the beams.
     """
+    if ids.shape[1] == 1 and before is not None:  # a step of decoding: three kernels
+        return before.to(ids.device) * _FACTOR + (ids[:, 0].long() + 1) * _FACTOR
     powers = torch.full((ids.shape[1],), _FACTOR, dtype=torch.long, device=ids.device).cumprod(0)
     new = ((ids.long() + 1) * powers.flip(0)).sum(1)
     return new if before is None else before.to(new.device) * powers[-1] + new
