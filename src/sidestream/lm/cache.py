@@ -160,9 +160,11 @@ class LatentCache(DynamicCache):
         if len(self._hash) != rows * copies:
             many = f"{rows}" if copies == 1 else f"{rows} x {copies}"
             raise ValueError(f"the cache holds {len(self._hash)} rows of text and input_ids {many}; {whole}")
+        if new_only:
+            return
         begun = _hashed(input_ids[:, :held].to(self._hash.device), None).repeat_interleave(copies)
         other = (begun != self._hash).nonzero().flatten().tolist()
-        if other and not new_only:
+        if other:
             raise ValueError(
                 f"the text does not continue the {held} tokens that the cache holds (row {other[0]} begins otherwise); "
                 f"{whole}"

@@ -154,8 +154,8 @@ def carries_goal(cache: Any) -> bool:
 
 def check_tokenizer(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raises `ValueError` where a tokenizer has more tokens than the model has embeddings for."""
-    rows = embeddings(lm)
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and rows is not None and len(tokenizer) > rows:
+    rows = embeddings(lm) if isinstance(tokenizer, PreTrainedTokenizerBase) else None
+    if tokenizer is not None and rows is not None and len(tokenizer) > rows:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens and {type(lm).__name__} embeddings for {rows}: they do not "
             f"fit; take the model's own tokenizer, or lm.resize_token_embeddings({len(tokenizer)}) first"
