@@ -43,6 +43,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     from sidestream.evaluation.goals import ARMS, goal_cells, goal_outcomes
     from sidestream.lm.base import chat_template, offsets
     from sidestream.lm.card import CARD, EVALUATION, write_card
+    from sidestream.lm.prompts import opening, prompt_ids
 
     started = time.monotonic()
     model, settings = load_run(given.model, given.base)
@@ -58,9 +59,10 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     outcomes = goal_outcomes(
         model,
         texts,
-        [tokenizer(record.goal)["input_ids"] for record in records],
+        [prompt_ids(tokenizer, record.goal) for record in records],
         window=window,
-        heads=[tokenizer(record.goal + "\n")["input_ids"] for record in records],
+        heads=[prompt_ids(tokenizer, record.goal + "\n") for record in records],
+        opening=opening(tokenizer),
         arms=arms,
         batch_size=given.batch_size,
     )

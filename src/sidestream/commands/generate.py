@@ -95,20 +95,20 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
 
     from sidestream.lm.base import text_streamer
     from sidestream.lm.cache import Window
+    from sidestream.lm.prompts import chat_ids, prompt_ids
     from sidestream.lm.reading import positions
 
     window = None if given.window is None else Window(size=given.window, policy=given.policy or "reindex")
     model, _ = load_run(given.model, given.base)
     tokenizer: Any = model.tokenizer
-    if given.chat:
-        if not tokenizer.chat_template:
-            raise ValueError("--chat needs a model with a chat template; leave it out")
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not given.chat).to(model.device)
-    if not encoded["input_ids"].shape[1]:
+    if given.chat and not tokenizer.chat_template:
+        raise ValueError("--chat needs a model with a chat template; leave it out")
+    said = [{"role": "user", "content": prompt}]
+    ids = chat_ids(tokenizer, said, answer=True) if given.chat else prompt_ids(tokenizer, prompt)
+    if not ids:
         raise ValueError("the prompt has no token")
-    limit, length = positions(model.lm), encoded["input_ids"].shape[1] + given.max_new_tokens
+    input_ids = torch.tensor([ids], device=model.device)
+    limit, length = positions(model.lm), len(ids) + given.max_new_tokens
     if window is None and limit is not None and length > limit:
         print(
             f"note: prompt and continuation may have {length} tokens, the model was made for {limit}; --window W keeps "
@@ -120,8 +120,8 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     if given.temperature:
         sampling = {"do_sample": True, "temperature": given.temperature, "top_p": given.top_p}
     model.generate(
-        encoded["input_ids"],
-        attention_mask=encoded["attention_mask"],
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
         goal=given.goal,
         window=window,
         max_new_tokens=given.max_new_tokens,

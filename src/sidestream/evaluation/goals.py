@@ -50,6 +50,7 @@ def goal_outcomes(
     *,
     window: int,
     heads: Sequence[Sequence[int]] | None = None,
+    opening: Sequence[int] = (),
     arms: Sequence[Arm] = ("channel", "closed", "swapped", "in_text"),
     batch_size: int = 16,
 ) -> dict[Arm, list[Outcome]]:
@@ -63,6 +64,8 @@ def goal_outcomes(
         goal_ids: the goals, one per trajectory.
         window: W, the tokens that a prediction may see.
         heads: the goals as they stand at the head of a text, where that is not `goal_ids` alone (a line break, say).
+        opening: the tokens that texts begin with (a begin token, say). A head has them, so that the text behind it does
+            not have them again.
         arms: keys of `ARMS`; `swapped` takes the next record whose goal is another.
         batch_size: rows at a time.
 
@@ -78,7 +81,9 @@ def goal_outcomes(
     found: dict[Arm, list[Outcome]] = {}
     others = _other_goals(goal_ids) if "swapped" in arms else []
     for arm in arms:
-        rows = [_row(text, head, window, arm) for text, head in zip(texts, heads or goal_ids, strict=True)]
+        rows = [
+            _row(text, head, window, arm, opening=opening) for text, head in zip(texts, heads or goal_ids, strict=True)
+        ]
         # Rows of like length share a batch: little padding.
         order = sorted(range(len(rows)), key=lambda row: len(rows[row].ids))
         outcomes: list[Outcome | None] = [None] * len(rows)
@@ -183,18 +188,28 @@ class _Row(NamedTuple):
     """The text from its beginning, for a tracker to read."""
 
 
-def _row(text: Tokens, goal: Sequence[int], window: int, arm: Arm, room: int | None = None) -> _Row:
+def _row(
+    text: Tokens,
+    goal: Sequence[int],
+    window: int,
+    arm: Arm,
+    room: int | None = None,
+    opening: Sequence[int] = (),
+) -> _Row:
     """`room`: tokens of the text in the window; None for all that the head leaves."""
     last = max(at for at, scored in enumerate(text.scored) if scored)
+    front = len(opening) if tuple(text.ids[: len(opening)]) == tuple(opening) else 0
     head: list[int] = []
     if arm == "in_text":
         head = list(goal)[: max(0, window // 2)]
     elif arm == "sinks":
-        head = (list(goal) + list(text.ids))[: min(SINKS, window // 2)]
-    start = max(0, last - (window - len(head) if room is None else room))
+        head = (list(goal) + list(text.ids[front:]))[: min(SINKS, window // 2)]
+    start = max(front if head else 0, last - (window - len(head) if room is None else room))
     ids = head + list(text.ids[start:last])
     wanted = head[1:] + list(text.ids[start : last + 1]) if head else list(text.ids[start + 1 : last + 1])
-    scored = [False] * len(head) + list(text.scored[start + 1 : last + 1])
+    # Behind its opening alone the first token of the text is scored, so behind opening and goal as well.
+    begins = bool(head) and 0 < start == front and text.scored[start]
+    scored = [False] * (len(head) - 1) + [begins] * bool(head) + list(text.scored[start + 1 : last + 1])
     return _Row(ids, wanted, scored, len(head), list(text.ids[:last]))
 
 

@@ -9,19 +9,31 @@ latent passes only: see `sidestream.lm.passes`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import ConceptStream, GoalChannel, GoalConfig, LatentState, StreamConfig
-from sidestream.lm.blocks import film_sites, sized_goal, takes, text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, checked_window, chunks, feed_for, positions_of
-from sidestream.lm.reading import check_goals, goal_ids, read
+from sidestream.lm.as_model import AsModel
+from sidestream.lm.blocks import check_family, film_sites, sized_goal, takes, text_config
+from sidestream.lm.cache import (
+    CACHE_NAME,
+    LatentCache,
+    Window,
+    cache_in,
+    checked_window,
+    chunks,
+    feed_for,
+    positions_of,
+    take_cache,
+)
+from sidestream.lm.generating import arranged, check_tokenizer, generate
+from sidestream.lm.reading import Goal, check_goals, goal_ids, read
 from sidestream.lm.terms import (
+    Hook,
     InForce,
     check_checkpointing,
     disable_checkpointing,
@@ -31,10 +43,8 @@ from sidestream.lm.terms import (
     put_in_force,
 )
 
-Goal = LatentState | Tensor | Sequence[Sequence[int]] | Sequence[str] | str
 
-
-class AttachedLM(nn.Module):
+class AttachedLM(AsModel):
     """A causal LM with a goal channel, a concept stream, or both. Made by `sidestream.attach`.
 
     `model(...)` and `model.generate(...)` take what the wrapped model takes, and `goal=`. Without a goal the wrapped
@@ -72,19 +82,10 @@ class AttachedLM(nn.Module):
         self._hooks: list[Any] = []
         for block, site in enumerate(sites):
             module = lm.get_submodule(site)
-            self._hooks.append(module.register_forward_pre_hook(partial(film_hook, block), with_kwargs=True))
-        self._hooks.append(lm.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            self._hooks.append(module.register_forward_pre_hook(Hook(self, film_hook, block), with_kwargs=True))
+        before = Hook(self, AttachedLM._before_forward, self)
+        self._hooks.append(lm.register_forward_pre_hook(before, with_kwargs=True))
         self._hooks.append(lm.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
-
-    @property
-    def config(self) -> Any:
-        """The wrapped model's configuration."""
-        return self.lm.config
-
-    @property
-    def device(self) -> torch.device:
-        """Where the wrapped model lives."""
-        return self.lm.device
 
     @property
     def _reader(self) -> PreTrainedModel:
@@ -161,10 +162,10 @@ class AttachedLM(nn.Module):
     def forward(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         *,
         goal: Goal | None = None,
         goal_attention_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """The wrapped model's forward with the channel in force.
@@ -173,10 +174,10 @@ class AttachedLM(nn.Module):
 
         Args:
             input_ids: (B, T) tokens.
-            goal: as for `encode_goal`, one per row or one for all; None leaves the channel closed, or continues the
-                state that a `LatentCache` carries.
-            goal_attention_mask: mask of goals given as token ids.
             attention_mask: (B, T) 0 at padding; with a cache (B, past + T).
+            goal: as for `encode_goal`, one per row or one for all; None continues the state that a `LatentCache`
+                carries, else takes `default_goal`, and without that leaves the channel closed.
+            goal_attention_mask: mask of goals given as token ids.
             **kwargs: anything the wrapped model takes. Given a `LatentCache`, the state after these tokens is on it.
                 Under a window the logits are those of the last min(T, W) tokens.
 
@@ -184,9 +185,8 @@ class AttachedLM(nn.Module):
             ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, or gradient
                 checkpointing in a form that would give wrong gradients.
         """
-        old_name = kwargs.pop("past_key_values", None)
-        cache = kwargs.pop("cache", None)
-        cache = old_name if cache is None else cache
+        cache = take_cache(kwargs)
+        goal = self._goal_for(goal, cache)
         if goal is not None and cache is None and kwargs.get("use_cache"):
             cache = self.new_cache()
         check_checkpointing(self.lm, cache)
@@ -235,6 +235,7 @@ class AttachedLM(nn.Module):
     def generate(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | GenerationConfig | None = None,
         *,
         goal: Goal | None = None,
         goal_attention_mask: Tensor | None = None,
@@ -245,47 +246,21 @@ class AttachedLM(nn.Module):
 
         Args:
             input_ids: (B, T) prompts; to continue a cache, the whole text so far and the new tokens.
-            goal: as for `encode_goal`, one per row or one for all; None generates from the base model, or continues the
-                state on a `LatentCache` passed as the cache.
+            attention_mask: (B, T), 0 at padding. A `GenerationConfig`, which transformers has in this place, will do.
+            goal: as for `encode_goal`, one per row or one for all; None continues the state on a `LatentCache` passed
+                as the cache, else takes `default_goal`, and without that generates from the base model.
             goal_attention_mask: mask of goals given as token ids.
             window: W, how many last tokens the text channel sees (`new_cache` picks the policy), or a `Window`.
             **kwargs: whatever `generate` takes. With `return_dict_in_generate=True` the returned cache is the
                 `LatentCache`; pass it back to continue the rollout with its state.
 
         Raises:
-            ValueError: use_cache=False, a window for a cache that exists, goals that do not fit the rows, or a text
-                shorter than what the cache holds.
+            ValueError: use_cache=False, another kind of cache, assisted decoding, a window for a cache that exists,
+                goals that do not fit the rows, tokens without an embedding, or a text that does not continue what the
+                cache holds.
         """
-        old_name = kwargs.pop("past_key_values", None)
-        cache = kwargs.pop("cache", None)
-        cache = old_name if cache is None else cache
-        if cache is not None and window is not None:
-            held = getattr(cache, "window", None)
-            if held is None or window not in (held, held.size):
-                raise ValueError(
-                    f"the cache passed back was made with window {held.size if held else None}, which stays as it is; "
-                    "leave window out, or start anew without the cache"
-                )
-        if cache is None and (goal is not None or window is not None):
-            cache = self.new_cache(window=window)
-        if goal is not None:
-            if not isinstance(cache, LatentCache):
-                raise ValueError(f"a goal needs a LatentCache, got {type(cache).__name__}; use model.new_cache()")
-            with torch.no_grad():
-                cache.latent = self._start(goal, goal_attention_mask, input_ids)
-        if isinstance(cache, LatentCache):
-            if kwargs.get("use_cache") is False:
-                raise ValueError("the state rides on the cache: leave use_cache on, or call model(...) in a loop")
-            kwargs["use_cache"] = True  # the model's own configuration may have it off, as training scripts do
-            past = cache.get_seq_length()
-            if past and kwargs.get("attention_mask") is None and input_ids is not None and input_ids.shape[1] <= past:
-                raise ValueError(
-                    f"the cache holds {past} tokens and input_ids {input_ids.shape[1]}: to continue, pass the whole "
-                    "text so far followed by the new tokens"
-                )
-        if cache is not None:
-            kwargs[CACHE_NAME] = cache
-        return self.lm.generate(input_ids, **kwargs)  # type: ignore[operator]
+        prompt, options = arranged(input_ids, attention_mask, kwargs)
+        return generate(self, prompt, goal, goal_attention_mask, window, options)
 
     def new_cache(self, goal: Goal | None = None, *, window: int | Window | None = None) -> LatentCache:
         """A cache for one batch of rollouts.
@@ -345,7 +320,7 @@ class AttachedLM(nn.Module):
     # ---------------------------------------------------------------- hooks on the wrapped model
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        cache = _cache_of(kwargs)
+        cache = cache_in(kwargs)
         if not isinstance(cache, LatentCache):
             return None
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
@@ -364,6 +339,7 @@ class AttachedLM(nn.Module):
                 for head_ids, head_mask in heads:
                     self.lm(input_ids=head_ids, attention_mask=head_mask, **options)
         terms = None
+        cache.remember(ids)
         if cache.latent is not None and cache.latent.goal is not None:
             cache.expand_latent(ids.shape[0] if ids is not None else kwargs["inputs_embeds"].shape[0])
             terms, cache.latent = self._advance(cache.latent, ids, mask, cache)
@@ -443,13 +419,13 @@ def attach(
 
     Raises:
         ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does
-            not fit the models.
+            not fit the models; a model that keeps another thing than keys and values; more tokens than embeddings.
     """
     if not isinstance(goal, GoalConfig | None) or goal is None and stream is None:
         raise ValueError(f"goal is {goal!r}; give the channel's settings: attach(lm, goal=GoalConfig(width=...))")
     if not isinstance(stream, StreamConfig | None):
         raise ValueError(f"stream is {stream!r}; give its settings: attach(lm, stream=StreamConfig())")
-    if any(isinstance(getattr(hook, "__self__", None), AttachedLM) for hook in lm._forward_pre_hooks.values()):
+    if any(isinstance(hook, Hook) for hook in lm._forward_pre_hooks.values()):
         raise ValueError(_TWICE)
     found: list[str] = []
     channel = concepts = None
@@ -461,6 +437,10 @@ def attach(
     if stream is not None:
         embeddings: Any = lm.get_input_embeddings()
         concepts = ConceptStream(stream.sized(embeddings.embedding_dim)).to(device=lm.device, dtype=lm.dtype)
+    for reads in (lm, encoder if channel is not None and channel.tracker is not None else None):
+        if reads is not None:
+            check_family(reads)
+    check_tokenizer(lm, tokenizer)
     if encoder is not None:
         encoder.requires_grad_(False)
         encoder.eval()
@@ -485,13 +465,8 @@ def _goal_channel(
     return GoalChannel(sized_goal(goal, lm, encoder if encoder is not None else lm, len(sites)))
 
 
-def _cache_of(kwargs: dict[str, Any]) -> Any:
-    cache = kwargs.get(CACHE_NAME)
-    return kwargs.get("past_key_values") if cache is None else cache
-
-
 def _after_forward(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-    cache = _cache_of(kwargs)
+    cache = cache_in(kwargs)
     if isinstance(cache, LatentCache) and cache.running is not None:
         lift(cache.running)
         cache.running = None

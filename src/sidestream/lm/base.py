@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sidestream.channels import mean_pool
 from sidestream.lm.blocks import decoder_blocks
+from sidestream.lm.prompts import kept
 from sidestream.lm.reading import check_goals
 from sidestream.lm.reading import goal_ids as padded
 
@@ -117,7 +118,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def offsets(tokenizer: PreTrainedTokenizerBase, *, special: bool) -> Any:
-    """Text to its token ids and the characters each covers, with or without the tokens that a text begins with.
+    """Text to its token ids and the characters each covers, with or without the tokens that a text begins with. Those
+    that a tokenizer appends are left out.
 
     Raises:
         ValueError: a tokenizer that cannot tell (one written in Python).
@@ -129,7 +131,8 @@ def offsets(tokenizer: PreTrainedTokenizerBase, *, special: bool) -> Any:
 
     def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-        return found["input_ids"], found["offset_mapping"]
+        first, end = kept(tokenizer, text, found["input_ids"]) if special else (0, None)
+        return found["input_ids"][first:end], found["offset_mapping"][first:end]
 
     return encode
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sidestream.channels import GoalConfig
@@ -116,3 +117,34 @@ def learned_positions(lm: nn.Module) -> int | None:
         if isinstance(module, nn.Embedding) and module is not tokens and position_like:
             return limit
     return None
+
+
+_KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer")
+_NOT_THEMSELVES = ("cpmant", "moshi", "prophetnet", "xlm")
+"""Model types whose own forwards on a growing cache give other logits than their forward on the whole text, or fail."""
+
+
+def check_family(lm: PreTrainedModel) -> None:
+    """Refuse a model whose forwards on a cache of keys and values are not those on the whole text, row by row.
+
+    Raises:
+        ValueError: says what the model does instead.
+    """
+    base: Any = lm
+    base = base.get_base_model() if hasattr(lm, "get_base_model") else lm  # PEFT's wrapper
+    config, why = text_config(base), None
+    if not (takes(base, "cache") or takes(base, "past_key_values")):
+        why = "its forward takes no cache"
+    elif getattr(base, "_is_stateful", False) or not base._supports_default_dynamic_cache():
+        why = "it keeps a recurrent state or a cache of its own kind"
+    elif config.model_type in _NOT_THEMSELVES:
+        why = "its own steps on a cache do not give what its forward on the whole text gives"
+    elif learned_positions(base) is not None and not takes(base, "position_ids"):
+        why = "it counts positions by column, so that a padded row would not give what it gives alone"
+    else:
+        kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - set(_KEYS_AND_VALUES)
+        why = f"its layers keep {' and '.join(sorted(kinds))}" if kinds else None
+    if why is not None:
+        raise ValueError(
+            f"{type(base).__name__} cannot carry a channel: the state rides on a cache of keys and values, and {why}"
+        )

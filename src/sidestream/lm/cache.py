@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,6 +83,9 @@ class LatentCache(DynamicCache):
         self._mask: Tensor | None = None  # (B, columns held): 0 at padding
         self._positions: Tensor | None = None  # (B,): real tokens seen, per row
         self._seen = 0
+        self._read = 0
+        self._hash: Tensor | None = None  # (B,): of the tokens read, which tells a text that does not continue them
+        self._continued = False
         self._clear_layers()
 
     def _clear_layers(self) -> None:
@@ -104,6 +108,73 @@ class LatentCache(DynamicCache):
         raise ValueError(
             "a cache with a latent state cannot be cropped (assisted decoding needs it); generate without an assistant"
         )
+
+    # `generate` of transformers marks a cache it was handed, before it computes. It would cut the text by the count of
+    # tokens held and never look at what they are.
+    @property
+    def _is_user_defined(self) -> bool:
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        if self.get_seq_length() and not self._continued:
+            raise ValueError(
+                f"the cache holds {self.get_seq_length()} tokens of a text, and only the attached model checks that "
+                "another continues it: call model.generate(...), pipeline(model=model), or take a new cache"
+            )
+
+    @contextmanager
+    def continued_by(self, input_ids: Tensor | None, mask: Tensor | None, copies: int = 1) -> Iterator[None]:
+        """Context in which `generate` may go on from the text held.
+
+        Args:
+            input_ids: (B, T) the whole text so far and the new tokens, or, with a longer mask, the new tokens alone.
+            mask: as `generate` is given it.
+            copies: how many rows `generate` makes of each (beams, sequences to return).
+
+        Raises:
+            ValueError: these tokens do not continue what the cache holds.
+        """
+        held = self.get_seq_length()
+        if held and input_ids is not None:
+            self._check(input_ids, mask, copies, held)
+        self._continued = True
+        try:
+            yield
+        finally:
+            self._continued = False
+
+    def _check(self, input_ids: Tensor, mask: Tensor | None, copies: int, held: int) -> None:
+        rows, length = input_ids.shape
+        whole = "pass the whole text so far followed by the new tokens, or leave the cache out for another text"
+        columns = mask.shape[1] if mask is not None and mask.dim() == 2 else length
+        new_only = columns > length
+        if new_only and columns != held + length:
+            raise ValueError(
+                f"the cache holds {held} tokens, input_ids {length} and attention_mask {columns} columns; {whole}"
+            )
+        if not new_only and length <= held:
+            raise ValueError(f"the cache holds {held} tokens and input_ids {length}: to continue, {whole}")
+        if self._hash is None or self._read != held:
+            return  # it was read as embeddings: there are no ids to compare
+        if len(self._hash) != rows * copies:
+            many = f"{rows}" if copies == 1 else f"{rows} x {copies}"
+            raise ValueError(f"the cache holds {len(self._hash)} rows of text and input_ids {many}; {whole}")
+        if new_only:
+            return
+        begun = _hashed(input_ids[:, :held].to(self._hash.device), None).repeat_interleave(copies)
+        other = (begun != self._hash).nonzero().flatten().tolist()
+        if other:
+            raise ValueError(
+                f"the text does not continue the {held} tokens that the cache holds (row {other[0]} begins otherwise); "
+                f"{whole}"
+            )
+
+    def remember(self, input_ids: Tensor | None) -> None:
+        """Take note of tokens that a forward reads."""
+        if input_ids is not None and input_ids.shape[1]:
+            self._hash = _hashed(input_ids, self._hash)
+            self._read += input_ids.shape[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen so far. During a forward under `reindex`, the keys held: the model sizes its masks by it."""
@@ -202,15 +273,15 @@ class LatentCache(DynamicCache):
     def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.latent is not None:
             self.latent = self.latent.map(function)
-        for name in ("_tokens", "_terms", "_mask", "_positions"):
+        for name in ("_tokens", "_terms", "_mask", "_positions", "_hash"):
             if getattr(self, name) is not None:
                 setattr(self, name, function(getattr(self, name)))
 
     def reset(self) -> None:
         """Forget the text; the latent state stays, as the goal outlives the rollout."""
         self._clear_layers()
-        self._tokens = self._terms = self._mask = self._positions = self.encoder = None
-        self._seen = 0
+        self._tokens = self._terms = self._mask = self._positions = self._hash = self.encoder = None
+        self._seen = self._read = 0
 
     def nbytes(self) -> int:
         """Bytes of memory held for the rollout: keys, values, window, latent state, the encoder's cache."""
@@ -219,12 +290,24 @@ class LatentCache(DynamicCache):
 
     def _tensors(self) -> Iterator[Tensor]:
         held = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
-        held += [self._tokens, self._terms, self._mask, self._positions]
+        held += [self._tokens, self._terms, self._mask, self._positions, self._hash]
         if self.latent is not None:
             held += self.latent.tensors()
         yield from (tensor for tensor in held if tensor is not None)
         if self.encoder is not None:
             yield from self.encoder._tensors()
+
+
+def cache_in(kwargs: dict[str, Any]) -> Any:
+    """The cache that a forward is given, under the name of any version of transformers."""
+    cache = kwargs.get(CACHE_NAME)
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+def take_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache, under either name, taken out of the arguments."""
+    old_name, cache = kwargs.pop("past_key_values", None), kwargs.pop("cache", None)
+    return old_name if cache is None else cache
 
 
 def checked_window(lm: PreTrainedModel, window: int | Window | None, reader: PreTrainedModel | None) -> Window | None:
@@ -282,6 +365,21 @@ def feed_for(
     if not takes(lm, "position_ids"):
         del feed["position_ids"]  # ALiBi: the model counts for itself
     return feed, terms
+
+
+_FACTOR = 6364136223846793005  # Knuth's, of MMIX
+
+
+def _hashed(ids: Tensor, before: Tensor | None) -> Tensor:
+    """(B,) polynomial hash modulo 2^64 of rows of tokens, going on from that of what came before.
+
+    A hash and not the ids: as much memory for any length of text, and rows move with the beams.
+    """
+    if ids.shape[1] == 1 and before is not None:  # a step of decoding: three kernels
+        return before.to(ids.device) * _FACTOR + (ids[:, 0].long() + 1) * _FACTOR
+    powers = torch.full((ids.shape[1],), _FACTOR, dtype=torch.long, device=ids.device).cumprod(0)
+    new = ((ids.long() + 1) * powers.flip(0)).sum(1)
+    return new if before is None else before.to(new.device) * powers[-1] + new
 
 
 def positions_of(mask: Tensor) -> Tensor:

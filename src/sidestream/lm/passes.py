@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sidestream.lm.attach import AttachedLM, Goal
+from sidestream.lm.attach import AttachedLM
 from sidestream.lm.blocks import takes, text_config
 from sidestream.lm.cache import CACHE_NAME, LatentCache, positions_of
 from sidestream.lm.layout import UNSCORED, pad_left
+from sidestream.lm.reading import Goal
 from sidestream.lm.terms import InForce, check_checkpointing
 
 Replace = Callable[[Tensor, Tensor], Tensor]

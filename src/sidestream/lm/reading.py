@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,34 +11,71 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sidestream.channels import LatentState
 from sidestream.lm.blocks import decoder_blocks, learned_positions, takes, text_config
 from sidestream.lm.cache import CACHE_NAME, LatentCache, chunks, feed_for, positions_of
+from sidestream.lm.prompts import chat_ids, prompt_ids
 from sidestream.lm.terms import InForce
+
+Goal = LatentState | Tensor | Mapping[str, Any] | Sequence[Any] | str
+"""Text; a chat, as a list of messages; token ids as a list, a (T,) or (B, T) tensor or what a tokenizer returns; a list
+of any of the first three, one a row; or a state."""
 
 
 def goal_ids(
     goal: Any, mask: Tensor | None, tokenizer: PreTrainedTokenizerBase | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) ids and mask of goals given as text, lists of ids or a tensor.
+    """(B, T) ids and mask of goals in any form but a state.
+
+    Args:
+        goal: see `Goal`.
+        mask: (B, T) or, for one goal, (T,); None takes the one that comes with the goal, or every token.
+        tokenizer: for text and chats.
+        device: where both go.
 
     Raises:
         ValueError: a goal that is empty, of another type, or text without a tokenizer.
     """
-    rows = [goal] if isinstance(goal, str) else goal
-    if isinstance(rows, list | tuple) and rows and all(isinstance(row, str) for row in rows):
-        if tokenizer is None:
-            raise ValueError("goals given as text need a tokenizer: attach(..., tokenizer=...), or pass token ids")
-        rows = [tokenizer(text)["input_ids"] for text in rows]
-    if isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) for row in rows):
-        if not rows or not all(rows):
+    rows = goal
+    if isinstance(goal, Mapping) and "input_ids" in goal:
+        rows, own = goal["input_ids"], goal.get("attention_mask")
+        if not isinstance(rows, Tensor) and len({len(row) for row in rows if hasattr(row, "__len__")}) < 2:
+            rows, own = torch.as_tensor(rows), None if own is None else torch.as_tensor(own)
+        mask = own if mask is None and isinstance(own, Tensor) else mask
+    elif isinstance(goal, str) or _all(goal, Mapping) or _all(goal, int):
+        rows = [goal]
+    if isinstance(rows, list | tuple):
+        rows = [_row_ids(row, tokenizer) for row in rows]
+        if not rows or any(isinstance(row, list | tuple) and not row for row in rows):
             raise ValueError("a goal is empty: nothing to encode")
+    if isinstance(rows, list) and all(_all(row, int) for row in rows):
         width = max(len(row) for row in rows)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-        rows = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        rows = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    if isinstance(rows, Tensor) and not rows.numel():
+        raise ValueError("a goal is empty: nothing to encode")
+    if isinstance(rows, Tensor) and rows.dim() == 1:
+        rows, mask = rows[None], mask[None] if mask is not None and mask.dim() == 1 else mask
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.dtype not in (torch.long, torch.int):
         given = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(goal).__name__
-        raise ValueError(f"a goal is text, lists of token ids, a (B, T) tensor of ids or a LatentState; got {given}")
-    return rows, torch.ones_like(rows) if mask is None else mask
+        raise ValueError(
+            "a goal is text, messages, lists of token ids, a (T,) or (B, T) tensor of ids, what a tokenizer returns, "
+            f"or a LatentState; got {given}"
+        )
+    return rows.to(device), torch.ones_like(rows, device=device) if mask is None else mask.to(device)
+
+
+def _all(row: Any, kind: type) -> bool:
+    return isinstance(row, list | tuple) and bool(row) and all(isinstance(item, kind) for item in row)
+
+
+def _row_ids(row: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
+    """One goal of a list as token ids; what is none of its forms comes back as it is."""
+    if isinstance(row, str) or _all(row, Mapping):
+        if tokenizer is None:
+            raise ValueError("goals given as text need a tokenizer: attach(..., tokenizer=...), or pass token ids")
+        return prompt_ids(tokenizer, row) if isinstance(row, str) else chat_ids(tokenizer, row)
+    return row.tolist() if isinstance(row, Tensor) and row.dim() == 1 else row
 
 
 def positions(lm: PreTrainedModel) -> int | None:

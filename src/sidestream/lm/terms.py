@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from contextvars import ContextVar, Token
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,38 @@ def film_hook(block: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple
         return (modulate(args[0], terms[:, :, block]), *args[1:]), kwargs
     name = next(iter(kwargs))
     return args, {**kwargs, name: modulate(kwargs[name], terms[:, :, block])}
+
+
+class Hook(partial):
+    """A hook of an attached model on the model it wraps; a copy of that model alone would keep it by half.
+
+    Args:
+        owner: the attached model.
+        function: what the hook calls.
+        *first: its first arguments.
+    """
+
+    owner: Any
+
+    def __new__(cls, owner: nn.Module, function: Any, *first: Any) -> Hook:
+        made = super().__new__(cls, function, *first)
+        made.owner = owner
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        owner = memo.get(id(self.owner))
+        if owner is None:
+            raise ValueError(
+                "this model carries a channel, and a copy of it alone would lose it: copy.deepcopy(model) copies the "
+                "attached model, model.detach() gives the bare one"
+            )
+        return Hook(owner, self.func, *(owner if value is self.owner else value for value in self.args))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "this model carries a channel, which a pickle would lose: use save_pretrained or state_dict(), or "
+            "model.detach() first"
+        )
 
 
 def enable_checkpointing(lm: PreTrainedModel, asked: dict[str, Any] | None, **kwargs: Any) -> None:

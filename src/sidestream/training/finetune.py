@@ -27,6 +27,7 @@ from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.base import add_lora, chat_template, offsets, pooled_goals
 from sidestream.lm.blocks import decoder_blocks, film_sites
 from sidestream.lm.decode import pad_right
+from sidestream.lm.prompts import prompt_ids
 from sidestream.lm.reading import positions
 from sidestream.lm.tracked import tracked_terms
 from sidestream.tasks.goals import GoalRecord, Tokens, tokens
@@ -315,7 +316,7 @@ def finetune(
         model.goal_hidden(torch.tensor([longest.ids], device=model.device))  # complains of a text that is too long
         if not any(set(text.ids) & set(model.channel.config.trigger_ids) for text in texts):
             raise ValueError(f"the trigger {config.trigger!r} is in no trajectory: the vector would never change")
-    goal_ids = [tokenizer(record.goal, verbose=False)["input_ids"] for record in records]
+    goal_ids = [prompt_ids(tokenizer, record.goal) for record in records]
     limit = positions(lm)
     for record, ids in zip(records, goal_ids, strict=True):
         if limit is not None and len(ids) > limit:
