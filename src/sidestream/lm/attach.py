@@ -9,8 +9,6 @@ latent passes only: see `sidestream.lm.passes`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,23 +16,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import ConceptStream, GoalChannel, GoalConfig, LatentState, StreamConfig
-from sidestream.lm.blocks import film_sites, sized_goal, takes, text_config
+from sidestream.lm.adapters import innermost, mixed_rows
+from sidestream.lm.blocks import bare, device_of, film_sites, sized_goal, takes, text_config
 from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, checked_window, chunks, feed_for, positions_of
 from sidestream.lm.reading import check_goals, goal_ids, read
-from sidestream.lm.terms import (
-    InForce,
-    check_checkpointing,
-    disable_checkpointing,
-    enable_checkpointing,
-    film_hook,
-    lift,
-    put_in_force,
-)
+from sidestream.lm.terms import FilmHooks, InForce, check_checkpointing, film_hook, lift, put_in_force
+from sidestream.lm.trainer import TrainerModel, check_trains
 
 Goal = LatentState | Tensor | Sequence[Sequence[int]] | Sequence[str] | str
 
 
-class AttachedLM(nn.Module):
+class AttachedLM(TrainerModel):
     """A causal LM with a goal channel, a concept stream, or both. Made by `sidestream.attach`.
 
     `model(...)` and `model.generate(...)` take what the wrapped model takes, and `goal=`. Without a goal the wrapped
@@ -56,9 +48,11 @@ class AttachedLM(nn.Module):
         sites: list[str],
         encoder: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase | None,
+        given: Any = None,
     ) -> None:
         super().__init__()
         self.lm = lm
+        self._given = (lm if given is None else given,)  # a `PeftModel` of `lm`, perhaps; in a tuple, so no submodule
         # Typed as present, since whoever uses goals attached one; `encode_goal` is where a missing one is told of.
         self.channel: GoalChannel = channel  # type: ignore[assignment]
         self.stream = stream
@@ -66,25 +60,18 @@ class AttachedLM(nn.Module):
         self.sites = sites
         self.tokenizer = tokenizer
         ids = () if channel is None else channel.config.trigger_ids
-        triggers = torch.tensor(ids, dtype=torch.long, device=lm.device)
+        triggers = torch.tensor(ids, dtype=torch.long, device=device_of(lm))
         self._triggers: Tensor
         self.register_buffer("_triggers", triggers, persistent=False)
-        self._hooks: list[Any] = []
-        for block, site in enumerate(sites):
-            module = lm.get_submodule(site)
-            self._hooks.append(module.register_forward_pre_hook(partial(film_hook, block), with_kwargs=True))
+        film = FilmHooks(lm, sites)
+        self._hooks: list[Any] = [film, lm.base_model.register_forward_pre_hook(film.seat)]
         self._hooks.append(lm.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self._hooks.append(lm.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
 
     @property
-    def config(self) -> Any:
-        """The wrapped model's configuration."""
-        return self.lm.config
-
-    @property
     def device(self) -> torch.device:
-        """Where the wrapped model lives."""
-        return self.lm.device
+        """Where the wrapped model computes."""
+        return self._triggers.device if self.lm.device.type == "meta" else self.lm.device
 
     @property
     def _reader(self) -> PreTrainedModel:
@@ -165,6 +152,7 @@ class AttachedLM(nn.Module):
         goal: Goal | None = None,
         goal_attention_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """The wrapped model's forward with the channel in force.
@@ -177,13 +165,17 @@ class AttachedLM(nn.Module):
                 state that a `LatentCache` carries.
             goal_attention_mask: mask of goals given as token ids.
             attention_mask: (B, T) 0 at padding; with a cache (B, past + T).
+            labels: (B, T) tokens for the wrapped model's loss, -100 where nothing is scored.
             **kwargs: anything the wrapped model takes. Given a `LatentCache`, the state after these tokens is on it.
                 Under a window the logits are those of the last min(T, W) tokens.
 
         Raises:
-            ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, or gradient
-                checkpointing in a form that would give wrong gradients.
+            ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, gradient checkpointing
+                in a form that would give wrong gradients, or labels in training where nothing would train.
         """
+        if labels is not None:
+            check_trains(self, goal)
+            kwargs["labels"] = labels
         old_name = kwargs.pop("past_key_values", None)
         cache = kwargs.pop("cache", None)
         cache = old_name if cache is None else cache
@@ -200,11 +192,12 @@ class AttachedLM(nn.Module):
                 cache.latent = carried if state is None else state
             elif state is not None:
                 raise ValueError("a goal with a cache needs a LatentCache: model.new_cache(), or leave the cache out")
-            return self.lm(input_ids=input_ids, **{CACHE_NAME: cache, "use_cache": True, **kwargs})
+            with mixed_rows(self._given[0], kwargs):
+                return self.lm(input_ids=input_ids, **{CACHE_NAME: cache, "use_cache": True, **kwargs})
         if state is not None:
             kwargs["use_cache"] = False
         terms = None if state is None else self._advance(state, input_ids, attention_mask)[0]
-        with InForce(terms):
+        with InForce(terms), mixed_rows(self._given[0], kwargs):
             return self.lm(input_ids=input_ids, **kwargs)
 
     def hidden(
@@ -224,13 +217,25 @@ class AttachedLM(nn.Module):
             goal: as for `forward`.
             terms: (B, N, L, 2, D) FiLM terms, in place of a goal, where the vectors come from more text than this.
         """
+        return self.body(input_ids, goal=goal, terms=terms, attention_mask=attention_mask).last_hidden_state
+
+    def body(
+        self,
+        input_ids: Tensor,
+        *,
+        goal: Goal | None = None,
+        terms: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What the wrapped model gives before its head, the channel in force; arguments as for `hidden` and `forward`."""
         check_checkpointing(self.lm, None)
         state = self._start(goal, None, input_ids)
         if state is not None:
             terms = self._advance(state, input_ids, attention_mask)[0]
-        placed = self._placed(input_ids, attention_mask, None, {})
+        kwargs.update(self._placed(input_ids, attention_mask, None, kwargs), use_cache=False)
         with InForce(terms):
-            return self.lm.base_model(input_ids=input_ids, **placed, use_cache=False).last_hidden_state
+            return self.lm.base_model(input_ids=input_ids, **kwargs)
 
     def generate(
         self,
@@ -285,7 +290,8 @@ class AttachedLM(nn.Module):
                 )
         if cache is not None:
             kwargs[CACHE_NAME] = cache
-        return self.lm.generate(input_ids, **kwargs)  # type: ignore[operator]
+        with mixed_rows(self._given[0], kwargs):
+            return self.lm.generate(input_ids, **kwargs)  # type: ignore[operator]
 
     def new_cache(self, goal: Goal | None = None, *, window: int | Window | None = None) -> LatentCache:
         """A cache for one batch of rollouts.
@@ -388,42 +394,18 @@ class AttachedLM(nn.Module):
             self.encoder.eval()
         return self
 
-    def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict | None = None, **kwargs: Any
-    ) -> None:
-        """Gradient checkpointing that is exact: the recomputation sees the terms its forward saw.
+    # ---------------------------------------------------------------- off
 
-        Raises:
-            ValueError: reentrant checkpointing was asked for, which cannot carry a state.
-        """
-        enable_checkpointing(self.lm, activation_checkpointing_kwargs, **kwargs)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        """The older name of `activation_checkpointing_enable`."""
-        enable_checkpointing(self.lm, gradient_checkpointing_kwargs, **kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Turn gradient checkpointing off."""
-        disable_checkpointing(self.lm)
-
-    # ---------------------------------------------------------------- off, save
-
-    def detach(self) -> PreTrainedModel:
-        """Remove every hook and give back the wrapped model, its logits bit-equal to before."""
+    def detach(self) -> Any:
+        """Remove every hook and give back what was attached to, its logits bit-equal to before."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        return self.lm
-
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write the channel's weights (safetensors) and settings (JSON): not the base model, only its fingerprint."""
-        from sidestream.lm.saving import save_channel
-
-        save_channel(self, Path(directory))
+        return self._given[0]
 
 
 def attach(
-    lm: PreTrainedModel,
+    lm: PreTrainedModel | Any,
     *,
     goal: GoalConfig | None = None,
     stream: StreamConfig | None = None,
@@ -434,7 +416,7 @@ def attach(
     """Give a Hugging Face causal LM a goal channel, a concept stream for its latent passes, or both.
 
     Args:
-        lm: any decoder. Its weights and state-dict keys stay as they are.
+        lm: any decoder, or a `PeftModel` of one. Its weights and state-dict keys stay as they are.
         goal: the goal channel's settings; widths are taken from the models.
         stream: the concept stream's settings.
         encoder: E_base, a causal LM of the same vocabulary that reads goals, frozen. None: `lm` itself, channel closed.
@@ -442,29 +424,32 @@ def attach(
         sites: one module name per block, to override the search.
 
     Raises:
-        ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does
-            not fit the models.
+        ValueError: no FiLM site is found, a site does not exist, the model already carries a channel or an adapter that
+            acts outside its layers, or a setting does not fit the models.
     """
     if not isinstance(goal, GoalConfig | None) or goal is None and stream is None:
         raise ValueError(f"goal is {goal!r}; give the channel's settings: attach(lm, goal=GoalConfig(width=...))")
     if not isinstance(stream, StreamConfig | None):
         raise ValueError(f"stream is {stream!r}; give its settings: attach(lm, stream=StreamConfig())")
-    if any(isinstance(getattr(hook, "__self__", None), AttachedLM) for hook in lm._forward_pre_hooks.values()):
+    given, lm = lm, innermost(lm)
+    hooks = lm._forward_pre_hooks.values()
+    if isinstance(lm, AttachedLM) or any(isinstance(getattr(hook, "__self__", None), AttachedLM) for hook in hooks):
         raise ValueError(_TWICE)
     found: list[str] = []
     channel = concepts = None
     if goal is not None:
         found = list(sites) if sites is not None else film_sites(lm)
-        channel = _goal_channel(lm, goal, found, encoder).to(device=lm.device, dtype=lm.dtype)
+        channel = _goal_channel(lm, goal, found, encoder).to(device=device_of(lm), dtype=lm.dtype)
     elif encoder is not None or sites is not None:
         raise ValueError("encoder and sites belong to a goal channel, and goal is not given; leave them out")
     if stream is not None:
         embeddings: Any = lm.get_input_embeddings()
-        concepts = ConceptStream(stream.sized(embeddings.embedding_dim)).to(device=lm.device, dtype=lm.dtype)
+        width = bare(embeddings).embedding_dim
+        concepts = ConceptStream(stream.sized(width)).to(device=device_of(lm), dtype=lm.dtype)
     if encoder is not None:
         encoder.requires_grad_(False)
         encoder.eval()
-    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer)
+    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer, given)
 
 
 _TWICE = "this model already carries a channel; call detach() on the attached model first"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar, Token
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +51,48 @@ def film_hook(block: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple
         return (modulate(args[0], terms[:, :, block]), *args[1:]), kwargs
     name = next(iter(kwargs))
     return args, {**kwargs, name: modulate(kwargs[name], terms[:, :, block])}
+
+
+class FilmHooks:
+    """The hooks that modulate, one a site, each on whatever module stands there.
+
+    PEFT puts a wrapper in a layer's place, merging puts the layer back, and both read the layer's input: the hook moves
+    with the place, so that an adapter put in later reads what one put in earlier reads.
+
+    Args:
+        lm: the model.
+        sites: one module name per block.
+    """
+
+    def __init__(self, lm: nn.Module, sites: Sequence[str]) -> None:
+        paths = [site.rpartition(".") for site in sites]
+        self._places = [(lm.get_submodule(parent), name) for parent, _, name in paths]
+        self._seated: list[nn.Module | None] = [None] * len(sites)
+        self._handles: list[Any] = [None] * len(sites)
+        self.seat()
+
+    def seat(self, *_: object) -> None:
+        """Move the hooks whose place has got another module. Cheap where none has."""
+        for block, (parent, name) in enumerate(self._places):
+            module = parent._modules[name]
+            if module is not self._seated[block] and module is not None:
+                self._move(block, module)
+
+    def _move(self, block: int, module: nn.Module) -> None:
+        if self._seated[block] is not None:
+            self._handles[block].remove()
+            for inner in module.modules():  # a wrapper may hold a copy of the layer, made with its hook
+                for key, hook in list(inner._forward_pre_hooks.items()):
+                    if getattr(hook, "func", None) is film_hook:
+                        del inner._forward_pre_hooks[key]
+                        inner._forward_pre_hooks_with_kwargs.pop(key, None)
+        self._seated[block] = module
+        self._handles[block] = module.register_forward_pre_hook(partial(film_hook, block), with_kwargs=True)
+
+    def remove(self) -> None:
+        """Take all of them off."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def enable_checkpointing(lm: PreTrainedModel, asked: dict[str, Any] | None, **kwargs: Any) -> None:

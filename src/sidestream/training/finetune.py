@@ -23,8 +23,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import GoalConfig, GoalEncoder, LatentState
+from sidestream.lm.adapters import add_lora
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.base import add_lora, chat_template, offsets, pooled_goals
+from sidestream.lm.base import chat_template, offsets, pooled_goals
 from sidestream.lm.blocks import decoder_blocks, film_sites
 from sidestream.lm.decode import pad_right
 from sidestream.lm.reading import positions
