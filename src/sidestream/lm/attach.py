@@ -228,7 +228,7 @@ class AttachedLM(TrainerModel):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What the wrapped model gives before its head, the channel in force; arguments as for `hidden` and `forward`."""
+        """What the wrapped model gives below its head, the channel in force; arguments as for `hidden`."""
         check_checkpointing(self.lm, None)
         state = self._start(goal, None, input_ids)
         if state is not None:
@@ -443,9 +443,8 @@ def attach(
     elif encoder is not None or sites is not None:
         raise ValueError("encoder and sites belong to a goal channel, and goal is not given; leave them out")
     if stream is not None:
-        embeddings: Any = lm.get_input_embeddings()
-        width = bare(embeddings).embedding_dim
-        concepts = ConceptStream(stream.sized(width)).to(device=device_of(lm), dtype=lm.dtype)
+        embeddings: Any = bare(lm.get_input_embeddings())
+        concepts = ConceptStream(stream.sized(embeddings.embedding_dim)).to(device=device_of(lm), dtype=lm.dtype)
     if encoder is not None:
         encoder.requires_grad_(False)
         encoder.eval()

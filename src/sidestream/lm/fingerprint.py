@@ -67,8 +67,8 @@ def sampled(lm: nn.Module) -> dict[str, dict[str, Any]]:
 def difference(kept: dict[str, dict[str, Any]], lm: nn.Module) -> str | None:
     """The first weight in which a base is not the one that `sampled` was taken of; None where it is the same.
 
-    Embeddings are compared in the rows that both have: a padded or extended vocabulary is the same base. So is one whose
-    last tokens have other rows, as tokens added by each script anew have; the log says so.
+    Embeddings are compared in the rows that both have: a padded or extended vocabulary is the same base. So is one
+    whose last tokens have other rows, as tokens added by each script anew have; the log says so.
     """
     weights, steps = base_weights(lm), []
     only = sorted(set(kept) ^ set(weights))
@@ -92,7 +92,7 @@ def difference(kept: dict[str, dict[str, Any]], lm: nn.Module) -> str | None:
             return f"{name} has other values"
         steps.append(apart)
     # What rounding leaves is spread evenly over the half step, 0.5 on average; a little training lies near 0.
-    every = torch.cat([torch.empty(0), *steps])
+    every = np.concatenate([np.empty(0), *steps])
     if len(every) >= _ENOUGH and float(every.mean()) < _SPREAD:
         return "values have moved by less than rounding moves them"
     return None
@@ -123,13 +123,13 @@ def _values(tensor: Tensor, places: np.ndarray) -> np.ndarray:
     return flat[torch.from_numpy(places).to(flat.device)].to("cpu", torch.float32).numpy()
 
 
-def _rounding(left: np.ndarray, right: np.ndarray) -> Tensor | None:
+def _rounding(left: np.ndarray, right: np.ndarray) -> np.ndarray | None:
     """How two samples of one weight are apart, in half steps of the coarser precision; None where it is not one weight.
 
     They are equal, or one of them holds 16-bit numbers only, each the nearest there is to its partner.
     """
     if np.array_equal(left, right, equal_nan=True):
-        return torch.empty(0)
+        return np.empty(0)
     for rounded, other in ((left, right), (right, left)):
         for dtype, bits in ((torch.float16, 11), (torch.bfloat16, 8)):
             exact, true = torch.from_numpy(np.array(rounded)), torch.from_numpy(np.array(other))
@@ -139,7 +139,8 @@ def _rounding(left: np.ndarray, right: np.ndarray) -> Tensor | None:
             slack = _TINY + (_DOUBLE_ROUNDING * true.abs() if dtype == torch.bfloat16 else 0.0)
             if bool((apart <= (true.to(dtype).float() - true).abs() + slack).all()):
                 usual = true.abs() > _USUAL
-                return apart[usual] / torch.ldexp(torch.ones(()), true[usual].frexp().exponent - bits - 1)
+                half_steps = np.ldexp(1.0, np.frexp(true[usual].numpy())[1] - bits - 1)
+                return apart[usual].numpy() / half_steps
     return None
 
 

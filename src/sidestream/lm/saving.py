@@ -1,7 +1,8 @@
 """Channel files: weights of channel and stream in safetensors, settings and the base model's fingerprint in JSON.
 
-Beside them, where there are any: `adapter/`, adapters in PEFT's format, and `model/`, a base model that was trained with
-the channel. A checkpoint of Trainer's also holds `model.safetensors`: all that trains, by the names of the attached model.
+Beside them, where there are any: `adapter/`, adapters in PEFT's format, and `model/`, a base model that was trained
+with the channel. A checkpoint of Trainer's also holds `model.safetensors`: all that trains, under the attached model's
+names.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def load(
 
     Args:
         directory: what `save_pretrained` or `sidestream train` wrote, or the hub id of a repository that holds it.
-        lm: the base model it was trained on, or a `PeftModel` of it; None loads the model named in the file, whatever its class.
+        lm: the base model it was trained on, or a `PeftModel` of it; None loads the model named in the file, whatever
+            its class.
         encoder: E_base, where the channel was trained with one of its own.
         tokenizer: lets goals be given as text; None takes the base model's, where that is loaded here and has one.
         any_base: load onto another base too, with a warning: for whoever knows that it is as good.
@@ -194,7 +196,7 @@ def _identity(lm: nn.Module) -> dict[str, Any]:
 
 
 def _another(kept: dict[str, Any], lm: nn.Module) -> str | None:
-    """How a model is not the one a file was made with; None where it is. Files of earlier versions hold a hash alone."""
+    """How a model is not the one a file was made with; None where it is. Earlier versions' files hold a hash alone."""
     if kept["weights"] is not None:
         return difference(kept["weights"], lm)
     return None if fingerprint(lm) == kept["fingerprint"] else "by the fingerprint"

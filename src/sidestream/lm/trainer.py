@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from sidestream.lm.terms import disable_checkpointing, enable_checkpointing
 
-if TYPE_CHECKING:
-    from sidestream.lm.attach import AttachedLM
-
 
 class TrainerModel(PreTrainedModel):
     """A `PreTrainedModel` by class, without a configuration, weights or loading of its own: `self.lm` has them."""
+
+    lm: Any
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # the next one's would set up a model from a configuration
@@ -59,6 +58,10 @@ class TrainerModel(PreTrainedModel):
             return bool(self.lm.accepts_loss_kwargs)
         arguments = inspect.signature(type(self.lm).forward).parameters.values()
         return any(argument.kind == argument.VAR_KEYWORD for argument in arguments)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.to`."""
+        return super().to(*args, **kwargs)  # type: ignore[arg-type]
 
     def can_generate(self) -> bool:  # type: ignore[override]
         """Whether the wrapped model can."""
@@ -102,7 +105,7 @@ class TrainerModel(PreTrainedModel):
         return self._below_head
 
     def _below_head(
-        self: AttachedLM, input_ids: Tensor, *, goal: Any = None, goal_attention_mask: Any = None, **kwargs: Any
+        self: Any, input_ids: Tensor, *, goal: Any = None, goal_attention_mask: Any = None, **kwargs: Any
     ) -> BaseModelOutput:
         check_trains(self, goal)
         if goal is not None and goal_attention_mask is not None:
@@ -136,7 +139,7 @@ class TrainerModel(PreTrainedModel):
     # ---------------------------------------------------------------- files
 
     def save_pretrained(  # type: ignore[override]
-        self: AttachedLM,
+        self: Any,
         directory: str | Path,
         *,
         is_main_process: bool | None = None,
