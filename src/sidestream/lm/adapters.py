@@ -10,7 +10,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +63,21 @@ def innermost(model: Any) -> PreTrainedModel:
     return lm
 
 
-def mixed_rows(given: Any, kwargs: dict[str, Any]) -> AbstractContextManager:
-    """Context in which each row has the adapter that `adapter_names`, taken out of the arguments, says.
+def mixed_rows(given: Any, names: list[str], beams: int | None = None) -> AbstractContextManager:
+    """Context in which each row has an adapter of its own.
 
     Args:
         given: what was handed to `attach`.
+        names: one adapter per row.
+        beams: rows that `generate` makes of each.
 
     Raises:
         ValueError: that was no `PeftModel`, which alone can do this.
     """
-    if "adapter_names" not in kwargs:
-        return nullcontext()
-    names = kwargs.pop("adapter_names")
     if not hasattr(given, "_enable_peft_forward_hooks"):
         raise ValueError("adapter_names needs the PeftModel: attach(peft_model, ...), or set one adapter for all rows")
-    beams = {} if kwargs.get("num_beams") is None else {"num_beams": kwargs["num_beams"]}
-    return given._enable_peft_forward_hooks(adapter_names=names, **beams)
+    more = {} if beams is None else {"num_beams": beams}
+    return given._enable_peft_forward_hooks(adapter_names=names, **more)
 
 
 def add_lora(lm: PreTrainedModel, *, rank: int, first_block: int) -> None:

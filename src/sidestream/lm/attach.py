@@ -173,6 +173,10 @@ class AttachedLM(TrainerModel):
             ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, gradient checkpointing
                 in a form that would give wrong gradients, or labels in training where nothing would train.
         """
+        if names := kwargs.pop("adapter_names", None):
+            with mixed_rows(self._given[0], names):
+                given = {"attention_mask": attention_mask, "labels": labels, **kwargs}
+                return self.forward(input_ids, goal=goal, goal_attention_mask=goal_attention_mask, **given)
         if labels is not None:
             check_trains(self, goal)
             kwargs["labels"] = labels
@@ -192,12 +196,11 @@ class AttachedLM(TrainerModel):
                 cache.latent = carried if state is None else state
             elif state is not None:
                 raise ValueError("a goal with a cache needs a LatentCache: model.new_cache(), or leave the cache out")
-            with mixed_rows(self._given[0], kwargs):
-                return self.lm(input_ids=input_ids, **{CACHE_NAME: cache, "use_cache": True, **kwargs})
+            return self.lm(input_ids=input_ids, **{CACHE_NAME: cache, "use_cache": True, **kwargs})
         if state is not None:
             kwargs["use_cache"] = False
         terms = None if state is None else self._advance(state, input_ids, attention_mask)[0]
-        with InForce(terms), mixed_rows(self._given[0], kwargs):
+        with InForce(terms):
             return self.lm(input_ids=input_ids, **kwargs)
 
     def hidden(
@@ -261,6 +264,12 @@ class AttachedLM(TrainerModel):
             ValueError: use_cache=False, a window for a cache that exists, goals that do not fit the rows, or a text
                 shorter than what the cache holds.
         """
+        if names := kwargs.pop("adapter_names", None):
+            if goal is not None:
+                with mixed_rows(self._given[0], names):
+                    goal = self.encode_goal(goal, goal_attention_mask)
+            with mixed_rows(self._given[0], names, kwargs.get("num_beams")):
+                return self.generate(input_ids, goal=goal, window=window, **kwargs)
         old_name = kwargs.pop("past_key_values", None)
         cache = kwargs.pop("cache", None)
         cache = old_name if cache is None else cache
@@ -290,8 +299,7 @@ class AttachedLM(TrainerModel):
                 )
         if cache is not None:
             kwargs[CACHE_NAME] = cache
-        with mixed_rows(self._given[0], kwargs):
-            return self.lm.generate(input_ids, **kwargs)  # type: ignore[operator]
+        return self.lm.generate(input_ids, **kwargs)  # type: ignore[operator]
 
     def new_cache(self, goal: Goal | None = None, *, window: int | Window | None = None) -> LatentCache:
         """A cache for one batch of rollouts.

@@ -47,9 +47,10 @@ class TrainerModel(PreTrainedModel):
         return self.lm.config.name_or_path
 
     @property
-    def loss_type(self) -> str | None:  # type: ignore[override]
-        """The wrapped model's, by which Trainer knows that its loss shifts the labels."""
-        return getattr(self.lm, "loss_type", None)
+    def loss_type(self) -> str:  # type: ignore[override]
+        """The wrapped model's, by which Trainer knows that its loss shifts the labels. GPT-2 and some others name none
+        and have the common one."""
+        return getattr(self.lm, "loss_type", None) or "ForCausalLM"
 
     @property
     def accepts_loss_kwargs(self) -> bool:

@@ -121,7 +121,8 @@ def collate(rows: Sequence[dict]) -> dict[str, Tensor]:
 class GoalCollator:
     """Batches of rows with a goal each, for `Trainer(model=attached)` and TRL's `SFTTrainer(attached, ...)`.
 
-    A row has `goal`, text or token ids of any length, and `input_ids` or `text`; `labels` where not every token is scored.
+    A row has `goal`, text or token ids of any length, and `input_ids` or `text`; `labels` where not every token is
+    scored, and `attention_mask` where it is padded already.
     """
 
     tokenizer: Any
@@ -152,10 +153,11 @@ class GoalCollator:
             raise ValueError(f"{lost} and no {what}; where Trainer took it out, set remove_unused_columns=False")
         ids = row["input_ids"] if "input_ids" in row else self.tokenizer(row["text"], verbose=False)["input_ids"]
         labels = ids if row.get("labels") is None else row["labels"]
-        ids, labels = [int(token) for token in ids], [int(token) for token in labels]
+        ids, labels = [int(token) for token in ids], [int(token) for token in labels]  # from lists or tensors
         if len(labels) != len(ids):
             raise ValueError(f"{lost}: {len(labels)} labels for {len(ids)} tokens; give one each, {UNSCORED} for none")
-        return ids[: self.max_length], labels[: self.max_length]
+        real = [at for at, seen in enumerate(row.get("attention_mask", [1] * len(ids))) if seen][: self.max_length]
+        return [ids[at] for at in real], [labels[at] for at in real]
 
 
 def plan(lengths: Sequence[int], *, batch_size: int, steps: int, seed: int) -> list[int]:

@@ -248,11 +248,21 @@ class GoalLM(nn.Module):
             self.model.lm.eval()
         return self
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute blocks in backward."""
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict | None = None, **kwargs: Any
+    ) -> None:
+        """Recompute blocks in backward.
+
+        Raises:
+            ValueError: reentrant checkpointing was asked for, which cannot carry a state.
+        """
+        self.model.activation_checkpointing_enable(activation_checkpointing_kwargs, **kwargs)
         self._recomputes = True
         self.train(self.training)
-        self.model.gradient_checkpointing_enable()
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        """The older name of `activation_checkpointing_enable`."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations again."""
