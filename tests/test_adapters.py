@@ -178,10 +178,11 @@ def test_several_adapters_and_rows_of_different_ones(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = sidestream.load(tmp_path, tiny("llama"))
     close(logits(loaded, IDS, goal=GOALS), rows["right"])
-    loaded.lm.set_adapter("left")
+    close(logits(loaded, IDS, goal=GOALS, adapter_names=["left", "right"]), mixed)
+    loaded.outer.set_adapter("left")
     close(logits(loaded, IDS, goal=GOALS), rows["left"])
     with pytest.raises(ValueError, match="adapter_names needs the PeftModel"):
-        loaded(IDS, goal=GOALS, adapter_names=["left", "right"])
+        channelled(tiny("llama"))(IDS, goal=GOALS, adapter_names=["left", "right"])
     # Saved again with one of them gone, nothing of the other stays behind.
     outer.delete_adapter("left")
     model.save_pretrained(tmp_path)

@@ -207,8 +207,8 @@ def _as_peft_model(lm: PreTrainedModel) -> nn.Module:
     return shell
 
 
-def load_adapters(lm: PreTrainedModel, directory: Path, names: list[str], active: list[str]) -> None:
-    """Put saved adapters in, frozen.
+def load_adapters(lm: PreTrainedModel, directory: Path, names: list[str], active: list[str]) -> Any:
+    """Put saved adapters in, frozen, and give the `PeftModel` that chooses among them.
 
     Args:
         names: their names.
@@ -241,6 +241,7 @@ def load_adapters(lm: PreTrainedModel, directory: Path, names: list[str], active
         raise ValueError(
             f"cannot load the adapter in {directory}: {told[0] if told else type(error).__name__}"
         ) from None
+    return outer
 
 
 def active_adapters(lm: nn.Module) -> list[str]:

@@ -174,7 +174,7 @@ class AttachedLM(TrainerModel):
                 in a form that would give wrong gradients, or labels in training where nothing would train.
         """
         if names := kwargs.pop("adapter_names", None):
-            with mixed_rows(self._given[0], names):
+            with mixed_rows(self.outer, names):
                 given = {"attention_mask": attention_mask, "labels": labels, **kwargs}
                 return self.forward(input_ids, goal=goal, goal_attention_mask=goal_attention_mask, **given)
         if labels is not None:
@@ -266,9 +266,9 @@ class AttachedLM(TrainerModel):
         """
         if names := kwargs.pop("adapter_names", None):
             if goal is not None:
-                with mixed_rows(self._given[0], names):
+                with mixed_rows(self.outer, names):
                     goal = self.encode_goal(goal, goal_attention_mask)
-            with mixed_rows(self._given[0], names, kwargs.get("num_beams")):
+            with mixed_rows(self.outer, names, kwargs.get("num_beams")):
                 return self.generate(input_ids, goal=goal, window=window, **kwargs)
         old_name = kwargs.pop("past_key_values", None)
         cache = kwargs.pop("cache", None)
@@ -409,7 +409,7 @@ class AttachedLM(TrainerModel):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        return self._given[0]
+        return self.outer
 
 
 def attach(

@@ -35,8 +35,8 @@ class LeanDecoder:
         window: W or a `Window`, as for `generate`.
 
     Raises:
-        ValueError: another kind of model, adapters in it, FiLM sites of the user's own, a tracker with a history, or a window the model
-            cannot take.
+        ValueError: another kind of model, adapters in it, FiLM sites of the user's own, a tracker with a history, or a
+            window the model cannot take.
     """
 
     def __init__(self, model: Any, *, rows: int = 1, window: int | Window | None = None) -> None:

@@ -22,12 +22,12 @@ from sidestream.lm.blocks import bare
 
 _LOGGER = logging.getLogger(__name__)
 _HASHED = 256
-_OLD = 7 / 8
-"""Share of the vocabulary that must be the same where the last tokens are not."""
+_NEW = 128
+"""Tokens at the end of a vocabulary that may be other ones, where an eighth of it is less; never more than half."""
 _BUDGET, _LEAST, _MOST = 16384, 16, 256
 """Values in a file over all weights, and the fewest and most of one weight."""
-_DOUBLE_ROUNDING, _TINY = 2.0**-11, 2.0**-24
-"""float16's half step, which a bfloat16 made from float16 may be further off; and float16's smallest number."""
+_DOUBLE_ROUNDING, _TINY = 2.0**-10, 2.0**-24
+"""float16's step, by which a bfloat16 made from float16 may be off the nearest; and float16's smallest number."""
 _ENOUGH, _SPREAD, _USUAL = 64, 0.35, 1e-4
 """Values that tell rounding from training, the mean distance that does, and the least size of a value looked at."""
 
@@ -84,13 +84,16 @@ def difference(kept: dict[str, dict[str, Any]], lm: nn.Module) -> str | None:
         now = _values(_at_hand(lm, name, tensor), places[shared])
         apart = _rounding(was[shared], now)
         if apart is None and rows:
-            old = places[shared] < _OLD * min(tensor.numel(), int(np.prod(shape)))
+            tokens = min(tensor.shape[0], shape[0])
+            first = max(tokens // 2, tokens - max(tokens // 8, _NEW))
+            old = places[shared] < first * (tensor.numel() // tensor.shape[0])
             apart = _rounding(was[shared][old], now[old])
             if apart is not None:
                 _LOGGER.warning("%s differs in its last tokens: new ones, which the channel was not trained with", name)
         if apart is None:
             return f"{name} has other values"
-        steps.append(apart)
+        if len(shape) > 1:  # norms lie near 1, so near a 16-bit number
+            steps.append(apart)
     # What rounding leaves is spread evenly over the half step, 0.5 on average; a little training lies near 0.
     every = np.concatenate([np.empty(0), *steps])
     if len(every) >= _ENOUGH and float(every.mean()) < _SPREAD:

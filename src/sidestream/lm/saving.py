@@ -174,7 +174,7 @@ def load(
     if encoder is not None and _another(config["encoder"], encoder) is not None:
         raise ValueError(f"{directory} was trained with another encoder than the one given")
     if config["adapter"]:
-        load_adapters(inner, directory / ADAPTER_FOLDER, **config["adapters"])
+        lm = load_adapters(inner, directory / ADAPTER_FOLDER, **config["adapters"])
     try:
         sites = None if goal is None else config["sites"]
         model = attach(lm, goal=goal, stream=stream, encoder=encoder, tokenizer=tokenizer, sites=sites)

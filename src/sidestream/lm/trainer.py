@@ -21,6 +21,7 @@ class TrainerModel(PreTrainedModel):
     """A `PreTrainedModel` by class, without a configuration, weights or loading of its own: `self.lm` has them."""
 
     lm: Any
+    _given: tuple[Any]
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # the next one's would set up a model from a configuration
@@ -40,6 +41,11 @@ class TrainerModel(PreTrainedModel):
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
         self.lm.generation_config = value
+
+    @property
+    def outer(self) -> Any:
+        """What was attached to: `lm`, or the `PeftModel` around it, which chooses and merges adapters."""
+        return self._given[0]
 
     @property
     def name_or_path(self) -> str:  # type: ignore[override]
