@@ -1,4 +1,4 @@
-"""The block on TRL in docs/your-model.md, run as it stands: two steps of SFTTrainer on a tiny model."""
+"""The blocks on Trainer and TRL in docs/your-model.md, run as they stand: two steps of SFTTrainer on a tiny model."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sidestream
 from tiny_model import save
 
 PAGE = Path(__file__).parents[1] / "docs" / "your-model.md"
@@ -15,18 +16,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "your-model.md"
 def test_sft_trainer_trains_the_channel_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "my-model")
-    found = [
-        block for block in re.findall(r"```python no-run\n(.*?)```", PAGE.read_text(), re.DOTALL) if "trl" in block
-    ]
-    assert len(found) == 1
+    text = PAGE.read_text()
+    (first,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "import Trainer" in block]
+    (second,) = [block for block in re.findall(r"```python no-run\n(.*?)```", text, re.DOTALL) if "trl" in block]
     names: dict = {"__name__": "__main__"}
-    exec(compile(found[0], PAGE.name, "exec"), names)
+    for block in (first, second):
+        exec(compile(block, PAGE.name, "exec"), names)
     model, trainer = names["model"], names["trainer"]
     assert trainer.state.global_step == 2
-    assert model.channel.film.projection.weight.abs().max() > 1e-4, "the channel has not trained"
+    assert model.channel.film.projection.weight.abs().max() > 1e-6, "the channel has not trained"
     start = names["load_base"]("my-model").state_dict()
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.lm.state_dict().items())
     # TRL's own loss on the first batch is the one the attached model gives with these goals, and no other.
+    with torch.no_grad():
+        model.channel.film.projection.weight.normal_(std=0.3)
     batch = next(iter(trainer.get_train_dataloader()))
     inputs = {name: value for name, value in batch.items() if name != "goal"}
     with torch.no_grad():
@@ -34,3 +37,12 @@ def test_sft_trainer_trains_the_channel_and_nothing_else(tmp_path, monkeypatch):
         own, closed = model(**inputs, goal=batch["goal"]).loss, model(**inputs).loss
     torch.testing.assert_close(said.float(), own.float(), atol=1e-4, rtol=1e-4)
     assert (own - closed).abs() > 1e-4
+    # Saved by TRL, resumed by TRL, evaluated by TRL.
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
+    trainer.save_model("sft/out")
+    loaded = sidestream.load("sft/out")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.channel.parameters(), model.channel.parameters(), strict=True))
+    # Without its goals a batch would train nothing, and says so.
+    with pytest.raises(ValueError, match="came without goals"):
+        trainer.model.train()
+        trainer.compute_loss(trainer.model, dict(inputs))

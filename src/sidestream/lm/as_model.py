@@ -7,24 +7,10 @@ from typing import Any, Self, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sidestream.lm.generating import carries_goal
 from sidestream.lm.reading import Goal
-
-_OF_THE_LM = frozenset(
-    [
-        "can_generate",
-        "dtype",
-        "hf_device_map",
-        "input_modalities",
-        "main_input_name",
-        "name_or_path",
-        "output_modalities",
-    ]
-)
-"""What a `pipeline` asks for and the wrapped model answers. Not more than that, or what the wrapped model does without
-the channel would pass for what it does with it."""
 
 
 class AsModel(nn.Module):
@@ -34,27 +20,11 @@ class AsModel(nn.Module):
     tokenizer: Any
     _default_goal: Goal | None = None
 
-    @property
-    def config(self) -> Any:
-        """The wrapped model's configuration."""
-        return self.lm.config
-
-    @property
-    def device(self) -> torch.device:
-        """Where the wrapped model lives."""
-        return self.lm.device
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The wrapped model's defaults of `generate`."""
-        return self.lm.generation_config  # type: ignore[return-value]
-
-    @generation_config.setter
-    def generation_config(self, config: GenerationConfig) -> None:
-        self.lm.generation_config = config
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.lm, name) if name in _OF_THE_LM else super().__getattr__(name)
+        # Not more than a `pipeline` asks for, or what the wrapped model does without the channel would pass for what it
+        # does with it.
+        asked = name in ("hf_device_map", "input_modalities", "output_modalities")
+        return getattr(self.lm, name) if asked else super().__getattr__(name)
 
     @property
     def default_goal(self) -> Goal | None:

@@ -9,7 +9,6 @@ latent passes only: see `sidestream.lm.passes`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import ConceptStream, GoalChannel, GoalConfig, LatentState, StreamConfig
+from sidestream.lm.adapters import innermost, mixed_rows
 from sidestream.lm.as_model import AsModel
-from sidestream.lm.blocks import check_family, film_sites, sized_goal, takes, text_config
+from sidestream.lm.blocks import bare, check_family, device_of, film_sites, sized_goal, takes, text_config
 from sidestream.lm.cache import (
     CACHE_NAME,
     LatentCache,
@@ -32,19 +32,11 @@ from sidestream.lm.cache import (
 )
 from sidestream.lm.generating import arranged, check_tokenizer, generate
 from sidestream.lm.reading import Goal, check_goals, goal_ids, read
-from sidestream.lm.terms import (
-    Hook,
-    InForce,
-    check_checkpointing,
-    disable_checkpointing,
-    enable_checkpointing,
-    film_hook,
-    lift,
-    put_in_force,
-)
+from sidestream.lm.terms import FilmHooks, Hook, InForce, check_checkpointing, film_hook, lift, put_in_force
+from sidestream.lm.trainer import TrainerModel, check_trains
 
 
-class AttachedLM(AsModel):
+class AttachedLM(AsModel, TrainerModel):
     """A causal LM with a goal channel, a concept stream, or both. Made by `sidestream.attach`.
 
     `model(...)` and `model.generate(...)` take what the wrapped model takes, and `goal=`. Without a goal the wrapped
@@ -66,9 +58,11 @@ class AttachedLM(AsModel):
         sites: list[str],
         encoder: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase | None,
+        given: Any = None,
     ) -> None:
         super().__init__()
         self.lm = lm
+        self._given = (lm if given is None else given,)  # a `PeftModel` of `lm`, perhaps; in a tuple, so no submodule
         # Typed as present, since whoever uses goals attached one; `encode_goal` is where a missing one is told of.
         self.channel: GoalChannel = channel  # type: ignore[assignment]
         self.stream = stream
@@ -76,16 +70,19 @@ class AttachedLM(AsModel):
         self.sites = sites
         self.tokenizer = tokenizer
         ids = () if channel is None else channel.config.trigger_ids
-        triggers = torch.tensor(ids, dtype=torch.long, device=lm.device)
+        triggers = torch.tensor(ids, dtype=torch.long, device=device_of(lm))
         self._triggers: Tensor
         self.register_buffer("_triggers", triggers, persistent=False)
-        self._hooks: list[Any] = []
-        for block, site in enumerate(sites):
-            module = lm.get_submodule(site)
-            self._hooks.append(module.register_forward_pre_hook(Hook(self, film_hook, block), with_kwargs=True))
-        before = Hook(self, AttachedLM._before_forward, self)
-        self._hooks.append(lm.register_forward_pre_hook(before, with_kwargs=True))
+        self._film = FilmHooks(self, lm, sites)
+        self._hooks: list[Any] = [self._film]
+        for module, function in ((lm.base_model, AttachedLM._seat), (lm, AttachedLM._before_forward)):
+            self._hooks.append(module.register_forward_pre_hook(Hook(self, function, self), with_kwargs=True))
         self._hooks.append(lm.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the wrapped model computes."""
+        return self._triggers.device if self.lm.device.type == "meta" else self.lm.device
 
     @property
     def _reader(self) -> PreTrainedModel:
@@ -166,6 +163,7 @@ class AttachedLM(AsModel):
         *,
         goal: Goal | None = None,
         goal_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """The wrapped model's forward with the channel in force.
@@ -175,6 +173,7 @@ class AttachedLM(AsModel):
         Args:
             input_ids: (B, T) tokens.
             attention_mask: (B, T) 0 at padding; with a cache (B, past + T).
+            labels: (B, T) tokens for the wrapped model's loss, -100 where nothing is scored.
             goal: as for `encode_goal`, one per row or one for all; None continues the state that a `LatentCache`
                 carries, else takes `default_goal`, and without that leaves the channel closed.
             goal_attention_mask: mask of goals given as token ids.
@@ -182,11 +181,18 @@ class AttachedLM(AsModel):
                 Under a window the logits are those of the last min(T, W) tokens.
 
         Raises:
-            ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, or gradient
-                checkpointing in a form that would give wrong gradients.
+            ValueError: goals that do not fit the rows, a goal with a cache that cannot carry it, gradient checkpointing
+                in a form that would give wrong gradients, or labels in training where nothing would train.
         """
+        if names := kwargs.pop("adapter_names", None):
+            with mixed_rows(self.outer, names):
+                given = {"goal": goal, "goal_attention_mask": goal_attention_mask, "labels": labels, **kwargs}
+                return self.forward(input_ids, attention_mask, **given)
         cache = take_cache(kwargs)
         goal = self._goal_for(goal, cache)
+        if labels is not None:
+            check_trains(self, goal)
+            kwargs["labels"] = labels
         if goal is not None and cache is None and kwargs.get("use_cache"):
             cache = self.new_cache()
         check_checkpointing(self.lm, cache)
@@ -224,13 +230,25 @@ class AttachedLM(AsModel):
             goal: as for `forward`.
             terms: (B, N, L, 2, D) FiLM terms, in place of a goal, where the vectors come from more text than this.
         """
+        return self.body(input_ids, goal=goal, terms=terms, attention_mask=attention_mask).last_hidden_state
+
+    def body(
+        self,
+        input_ids: Tensor,
+        *,
+        goal: Goal | None = None,
+        terms: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What the wrapped model gives below its head, the channel in force; arguments as for `hidden`."""
         check_checkpointing(self.lm, None)
         state = self._start(goal, None, input_ids)
         if state is not None:
             terms = self._advance(state, input_ids, attention_mask)[0]
-        placed = self._placed(input_ids, attention_mask, None, {})
+        kwargs.update(self._placed(input_ids, attention_mask, None, kwargs), use_cache=False)
         with InForce(terms):
-            return self.lm.base_model(input_ids=input_ids, **placed, use_cache=False).last_hidden_state
+            return self.lm.base_model(input_ids=input_ids, **kwargs)
 
     def generate(
         self,
@@ -259,6 +277,12 @@ class AttachedLM(AsModel):
                 goals that do not fit the rows, tokens without an embedding, or a text that does not continue what the
                 cache holds.
         """
+        if names := kwargs.pop("adapter_names", None):
+            if goal is not None:
+                with mixed_rows(self.outer, names):
+                    goal = self.encode_goal(goal, goal_attention_mask)
+            with mixed_rows(self.outer, names, kwargs.get("num_beams")):
+                return self.generate(input_ids, attention_mask, goal=goal, window=window, **kwargs)
         prompt, options = arranged(input_ids, attention_mask, kwargs)
         return generate(self, prompt, goal, goal_attention_mask, window, options)
 
@@ -319,6 +343,9 @@ class AttachedLM(AsModel):
 
     # ---------------------------------------------------------------- hooks on the wrapped model
 
+    def _seat(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._film.seat()
+
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         cache = cache_in(kwargs)
         if not isinstance(cache, LatentCache):
@@ -364,42 +391,18 @@ class AttachedLM(AsModel):
             self.encoder.eval()
         return self
 
-    def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict | None = None, **kwargs: Any
-    ) -> None:
-        """Gradient checkpointing that is exact: the recomputation sees the terms its forward saw.
+    # ---------------------------------------------------------------- off
 
-        Raises:
-            ValueError: reentrant checkpointing was asked for, which cannot carry a state.
-        """
-        enable_checkpointing(self.lm, activation_checkpointing_kwargs, **kwargs)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        """The older name of `activation_checkpointing_enable`."""
-        enable_checkpointing(self.lm, gradient_checkpointing_kwargs, **kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Turn gradient checkpointing off."""
-        disable_checkpointing(self.lm)
-
-    # ---------------------------------------------------------------- off, save
-
-    def detach(self) -> PreTrainedModel:
-        """Remove every hook and give back the wrapped model, its logits bit-equal to before."""
+    def detach(self) -> Any:
+        """Remove every hook and give back what was attached to, its logits bit-equal to before."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        return self.lm
-
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write the channel's weights (safetensors) and settings (JSON): not the base model, only its fingerprint."""
-        from sidestream.lm.saving import save_channel
-
-        save_channel(self, Path(directory))
+        return self.outer
 
 
 def attach(
-    lm: PreTrainedModel,
+    lm: PreTrainedModel | Any,
     *,
     goal: GoalConfig | None = None,
     stream: StreamConfig | None = None,
@@ -410,7 +413,7 @@ def attach(
     """Give a Hugging Face causal LM a goal channel, a concept stream for its latent passes, or both.
 
     Args:
-        lm: any decoder. Its weights and state-dict keys stay as they are.
+        lm: any decoder, or a `PeftModel` of one. Its weights and state-dict keys stay as they are.
         goal: the goal channel's settings; widths are taken from the models.
         stream: the concept stream's settings.
         encoder: E_base, a causal LM of the same vocabulary that reads goals, frozen. None: `lm` itself, channel closed.
@@ -418,25 +421,27 @@ def attach(
         sites: one module name per block, to override the search.
 
     Raises:
-        ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does
-            not fit the models; a model that keeps another thing than keys and values; more tokens than embeddings.
+        ValueError: no FiLM site is found, a site does not exist, the model already carries a channel or an adapter that
+            acts outside its layers, or a setting does not fit the models; a model that keeps another thing than keys
+            and values; more tokens than embeddings.
     """
     if not isinstance(goal, GoalConfig | None) or goal is None and stream is None:
         raise ValueError(f"goal is {goal!r}; give the channel's settings: attach(lm, goal=GoalConfig(width=...))")
     if not isinstance(stream, StreamConfig | None):
         raise ValueError(f"stream is {stream!r}; give its settings: attach(lm, stream=StreamConfig())")
-    if any(isinstance(hook, Hook) for hook in lm._forward_pre_hooks.values()):
+    given, lm = lm, innermost(lm)
+    if isinstance(lm, AttachedLM) or any(isinstance(hook, Hook) for hook in lm._forward_pre_hooks.values()):
         raise ValueError(_TWICE)
     found: list[str] = []
     channel = concepts = None
     if goal is not None:
         found = list(sites) if sites is not None else film_sites(lm)
-        channel = _goal_channel(lm, goal, found, encoder).to(device=lm.device, dtype=lm.dtype)
+        channel = _goal_channel(lm, goal, found, encoder).to(device=device_of(lm), dtype=lm.dtype)
     elif encoder is not None or sites is not None:
         raise ValueError("encoder and sites belong to a goal channel, and goal is not given; leave them out")
     if stream is not None:
-        embeddings: Any = lm.get_input_embeddings()
-        concepts = ConceptStream(stream.sized(embeddings.embedding_dim)).to(device=lm.device, dtype=lm.dtype)
+        embeddings: Any = bare(lm.get_input_embeddings())
+        concepts = ConceptStream(stream.sized(embeddings.embedding_dim)).to(device=device_of(lm), dtype=lm.dtype)
     for reads in (lm, encoder if channel is not None and channel.tracker is not None else None):
         if reads is not None:
             check_family(reads)
@@ -444,7 +449,7 @@ def attach(
     if encoder is not None:
         encoder.requires_grad_(False)
         encoder.eval()
-    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer)
+    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer, given)
 
 
 _TWICE = "this model already carries a channel; call detach() on the attached model first"

@@ -1,4 +1,4 @@
-"""Base models as users name them: a folder, a hub id, a GGUF file, a package that holds one; with LoRA where asked."""
+"""Base models as users name them: a folder, a hub id, a GGUF file, a package that holds one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,16 +18,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     TextStreamer,
 )
-from transformers.pytorch_utils import Conv1D
 
 from sidestream.channels import mean_pool
-from sidestream.lm.blocks import decoder_blocks
 from sidestream.lm.prompts import kept
 from sidestream.lm.reading import check_goals
 from sidestream.lm.reading import goal_ids as padded
 
-ADAPTER = "default"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 GGUF = ".gguf"
 PACKAGE = "package:"
 
@@ -155,90 +150,3 @@ def pooled_goals(model: Any, goal_ids: Sequence[Sequence[int]], batch_size: int 
         check_goals(model._reader, mask)
         parts.append(mean_pool(model.goal_hidden(ids, mask), mask.bool()).float().cpu())
     return torch.cat(parts)
-
-
-def add_lora(lm: PreTrainedModel, *, rank: int, first_block: int) -> None:
-    """Put trainable LoRA adapters into every linear layer of the blocks from `first_block` on (needs `peft`).
-
-    Blocks below stay as they are: a goal encoder that pools an early layer reads with the base model's own weights.
-
-    Raises:
-        ValueError: the package is missing, or there is nothing to adapt.
-    """
-    name, blocks = decoder_blocks(lm)
-    found = {
-        f"{name}.{index}.{inner}": module
-        for index, block in enumerate(blocks)
-        if index >= first_block
-        for inner, module in block.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-    }
-    if not found:
-        raise ValueError(f"{type(lm).__name__} has no linear layer from block {first_block} on, for LoRA to adapt")
-    peft = _peft()
-    settings = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=list(found),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in found.values()),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=lm.config.name_or_path,
-    )
-    # Not `lm.add_adapter`: what transformers asks of the version of peft moves faster than what peft does here.
-    peft.inject_adapter_in_model(settings, lm, ADAPTER)
-
-
-def has_lora(lm: nn.Module) -> bool:
-    """Whether the model carries LoRA adapters."""
-    return any(".lora_A." in name for name, _ in lm.named_parameters())
-
-
-def save_lora(lm: PreTrainedModel, directory: Path) -> None:
-    """Write the adapters in PEFT's own format, `adapter_config.json` and safetensors.
-
-    Raises:
-        ValueError: the adapters have another name than PEFT's default one: only that is saved.
-    """
-    configs: Any = lm.peft_config
-    if set(configs) != {ADAPTER}:
-        raise ValueError(f"the model carries adapters {sorted(configs)}; one with the name {ADAPTER!r} can be saved")
-    weights = {name: tensor for name, tensor in lm.state_dict().items() if ".lora_" in name}
-    directory.mkdir(parents=True, exist_ok=True)
-    # PEFT's files name a weight as its wrapper does, and leave the adapter's own name out.
-    kept = {f"base_model.model.{_without_name(n)}": t.detach().cpu().contiguous() for n, t in weights.items()}
-    save_file(kept, directory / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    configs[ADAPTER].save_pretrained(str(directory))
-
-
-def load_lora(lm: PreTrainedModel, directory: Path) -> None:
-    """Put saved LoRA adapters in, frozen.
-
-    Raises:
-        ValueError: the package `peft` is missing, or the folder holds no adapter of this model.
-    """
-    peft = _peft()
-    try:
-        settings = peft.PeftConfig.from_pretrained(str(directory))
-        weights = load_file(directory / _ADAPTER_WEIGHTS)
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise ValueError(f"cannot load the LoRA adapter in {directory}: {_first_line(error)}") from None
-    peft.inject_adapter_in_model(settings, lm, ADAPTER)
-    own = {f"base_model.model.{_without_name(n)}": p for n, p in lm.named_parameters() if ".lora_" in n}
-    if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in weights.items()}:
-        raise ValueError(f"the LoRA adapter in {directory} does not fit {type(lm).__name__}")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(weights[name])
-            parameter.requires_grad_(False)
-
-
-def _without_name(weight: str) -> str:
-    return weight.replace(f".{ADAPTER}.", ".")
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise ValueError("LoRA needs the package peft: pip install 'sidestream[peft]'") from None
-    return peft

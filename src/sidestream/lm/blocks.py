@@ -11,6 +11,7 @@ import inspect
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -31,6 +32,22 @@ def takes(lm: nn.Module, name: str) -> bool:
 @cache
 def _arguments(model: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
+
+
+def device_of(lm: PreTrainedModel) -> torch.device:
+    """Where the model computes, which for weights that accelerate keeps elsewhere is not where they lie.
+
+    Raises:
+        ValueError: weights on the meta device that nothing fills in.
+    """
+    if lm.device.type != "meta":
+        return lm.device
+    for module in lm.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", [hook]):
+            if getattr(part, "execution_device", None) is not None:
+                return torch.empty(0, device=part.execution_device).device
+    raise ValueError(f"{type(lm).__name__} has its weights on the meta device: load them first")
 
 
 def decoder_blocks(lm: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -55,6 +72,13 @@ def decoder_blocks(lm: nn.Module) -> tuple[str, nn.ModuleList]:
     return name, blocks
 
 
+def bare(module: nn.Module) -> nn.Module:
+    """The base's own layer inside the adapters that wrap it; a layer without any is itself."""
+    while isinstance(getattr(module, "base_layer", None), nn.Module):
+        module = module.base_layer  # type: ignore[assignment]
+    return module
+
+
 def film_sites(lm: nn.Module) -> list[str]:
     """One module name per block whose input FiLM modulates, in block order.
 
@@ -69,7 +93,7 @@ def film_sites(lm: nn.Module) -> list[str]:
     for index, block in enumerate(blocks):
         children = {name: child for name, child in block.named_children() if _has_matrices(child)}
         found = [name for name in children if any(word in name.lower() for word in _MLP_NAMES)]
-        found = found or [name for name, child in children.items() if isinstance(child, nn.Linear | Conv1D)][:1]
+        found = found or [name for name, child in children.items() if isinstance(bare(child), nn.Linear | Conv1D)][:1]
         if len(found) != 1:
             raise ValueError(
                 f"no FiLM site in block {index} of {type(lm).__name__}: {type(block).__name__} has "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sidestream.channels import LatentState
+from sidestream.lm.adapters import adapter_names
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.blocks import film_sites
 from sidestream.lm.cache import Window, checked_window
@@ -34,13 +35,15 @@ class LeanDecoder:
         window: W or a `Window`, as for `generate`.
 
     Raises:
-        ValueError: another kind of model, FiLM sites of the user's own, a tracker with a history, or a window the model
-            cannot take.
+        ValueError: another kind of model, adapters in it, FiLM sites of the user's own, a tracker with a history, or a
+            window the model cannot take.
     """
 
     def __init__(self, model: Any, *, rows: int = 1, window: int | Window | None = None) -> None:
         attached = model if isinstance(model, AttachedLM) else None
         lm: Any = model if attached is None else attached.lm
+        if adapter_names(lm):
+            raise ValueError(f"lean decoding reads the base's own weights, without {adapter_names(lm)}; use generate()")
         self.stack = Stack(lm, rows=rows)
         self.maps: TrackerMaps | None = None
         self.channel: Any = None

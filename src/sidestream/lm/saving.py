@@ -1,14 +1,17 @@
 """Channel files: weights of channel and stream in safetensors, settings and the base model's fingerprint in JSON.
 
-Beside them, where there are any: `adapter/`, LoRA weights in PEFT's format, and `model/`, a base model that was trained
-with the channel.
+Beside them, where there are any: `adapter/`, adapters in PEFT's format, and `model/`, a base model that was trained
+with the channel. A checkpoint of Trainer's also holds `model.safetensors`: all that trains, under the attached model's
+names.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
+import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +27,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import GoalConfig, StreamConfig
-from sidestream.lm.base import has_lora, load_base, load_lora, load_tokenizer, save_lora
+from sidestream.lm.adapters import ADAPTER, active_adapters, adapter_names, base_weights, load_adapters, save_adapters
+from sidestream.lm.adapters import innermost as without_adapters
+from sidestream.lm.base import load_base, load_tokenizer
+from sidestream.lm.fingerprint import difference, fingerprint, sampled
 
 if TYPE_CHECKING:
     from sidestream.lm.attach import AttachedLM
@@ -33,36 +39,23 @@ WEIGHTS_FILE = "channel.safetensors"
 CONFIG_FILE = "sidestream.json"
 ADAPTER_FOLDER = "adapter"
 MODEL_FOLDER = "model"
-_SAMPLES = 256
+CHECKPOINT_FILE = "model.safetensors"
 _FORMAT = 1
-
-
-def fingerprint(model: nn.Module) -> str:
-    """sha256 over names, shapes and evenly spaced values of all weights: cheap on any size, moved by any training.
-
-    Values are rounded to bfloat16, so that a base trained in float32 is known again when it is served in bfloat16.
-    LoRA adapters in a model are not part of its base.
-    """
-    digest = hashlib.sha256()
-    weights = {n.replace(".base_layer.", "."): t for n, t in model.state_dict().items() if ".lora_" not in n}
-    for name, tensor in sorted(weights.items()):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)].to("cpu", torch.bfloat16)
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(sample.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def save_channel(model: AttachedLM, directory: Path) -> None:
     """Write both files into `directory`, made if missing. Until both are complete, what was there stays.
 
-    A base model that carries LoRA adapters has them saved in `adapter/`. One whose weights are in `model/` already is
-    loaded from there.
+    A base model that carries adapters has them saved in `adapter/`. One whose weights are in `model/` already is loaded
+    from there.
+
+    Raises:
+        ValueError: an adapter that would not come back from a file as it is.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    adapted = has_lora(model.lm)
-    if adapted:
-        save_lora(model.lm, directory / ADAPTER_FOLDER)
+    adapters = adapter_names(model.lm)
+    if adapters:
+        save_adapters(model.lm, directory / ADAPTER_FOLDER)
     weights = {name: tensor.detach().contiguous().cpu() for name, tensor in _weights(model).items()}
     temporary = {name: directory / f"{name}.partial" for name in (WEIGHTS_FILE, CONFIG_FILE)}
     try:
@@ -75,11 +68,12 @@ def save_channel(model: AttachedLM, directory: Path) -> None:
             "base": {
                 "class": type(model.lm).__name__,
                 "name_or_path": model.lm.config.name_or_path,
-                "fingerprint": fingerprint(model.lm),
                 "inside": (directory / MODEL_FOLDER).is_dir(),
+                **_identity(model.lm),
             },
-            "adapter": adapted,
-            "encoder": None if model.encoder is None else {"fingerprint": fingerprint(model.encoder)},
+            "adapter": bool(adapters),  # for earlier versions, which know one adapter, of PEFT's default name
+            "adapters": {"names": adapters, "active": active_adapters(model.lm)},
+            "encoder": None if model.encoder is None else _identity(model.encoder),
             "weights_sha256": _sha256(temporary[WEIGHTS_FILE]),
             "transformers": transformers.__version__,
         }
@@ -91,20 +85,59 @@ def save_channel(model: AttachedLM, directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def save_checkpoint(model: AttachedLM, directory: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
+    """What Trainer's checkpoints hold: the files of `save_channel`, the base in `model/` where it trains itself, and in
+    `model.safetensors` all that trains, for `resume_from_checkpoint`.
+
+    Args:
+        state_dict: of the attached model, where its own is sharded.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    whole = model.state_dict() if state_dict is None else state_dict
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}  # tied weights once
+    if any(tensor.requires_grad for tensor in base_weights(model.lm, keep_vars=True).values()):
+        _save_base(model, directory / MODEL_FOLDER, whole)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        trained |= {name for name in whole if name.startswith("lm.") and name not in parameters}  # buffers
+    kept = {name: whole[name] for name in whole if name in trained or name.startswith(("channel.", "stream."))}
+    kept = {name: tensor.detach().contiguous().cpu() for name, tensor in kept.items()}
+    save_file(kept, directory / CHECKPOINT_FILE, metadata={"format": "pt"})
+    save_channel(model, directory)
+
+
+def _save_base(model: AttachedLM, directory: Path, whole: dict[str, torch.Tensor]) -> None:
+    """The base alone, for `from_pretrained`: adapters, which are saved beside it, left out."""
+    lm: Any = model.lm
+    own = {name.removeprefix("lm."): tensor for name, tensor in whole.items() if name.startswith("lm.")}
+    adapted = getattr(lm, "_hf_peft_config_loaded", False)
+    lm._hf_peft_config_loaded = False  # else transformers would write the adapter and no base
+    try:
+        lm.save_pretrained(directory, state_dict=base_weights(lm, own))
+    finally:
+        lm._hf_peft_config_loaded = adapted
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(directory)
+
+
 def load(
     directory: str | Path,
     lm: PreTrainedModel | None = None,
     *,
     encoder: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    any_base: bool = False,
 ) -> AttachedLM:
     """Attach a saved channel, stream or both.
 
+    The base is known by its weights, in any precision; embeddings with more or fewer tokens make it no other one.
+
     Args:
         directory: what `save_pretrained` or `sidestream train` wrote, or the hub id of a repository that holds it.
-        lm: the base model it was trained on; None loads the model named in the file, whatever its class.
+        lm: the base model it was trained on, or a `PeftModel` of it; None loads the model named in the file, whatever
+            its class.
         encoder: E_base, where the channel was trained with one of its own.
         tokenizer: lets goals be given as text; None takes the base model's, where that is loaded here and has one.
+        any_base: load onto another base too, with a warning: for whoever knows that it is as good.
 
     Raises:
         ValueError: files missing or damaged, or a base model or encoder other than the one trained on.
@@ -125,18 +158,23 @@ def load(
         if tokenizer is None:
             with suppress(ValueError):
                 tokenizer = load_tokenizer(name)
-    if fingerprint(lm) != base["fingerprint"]:
-        raise ValueError(
+    inner = without_adapters(lm)
+    why = _another(base, inner)
+    if why is not None:
+        told = (
             f"{directory} was trained on another base: {base['class']} {base['name_or_path']!r} with other weights "
-            f"than this {type(lm).__name__}; load it onto the model it was trained on"
+            f"than this {type(inner).__name__} ({why})"
         )
+        if not any_base:
+            raise ValueError(f"{told}; load it onto the model it was trained on")
+        warnings.warn(f"{told}; loaded all the same, as any_base=True asks", stacklevel=2)
     if (config["encoder"] is None) != (encoder is None):
         wanted = "a separate encoder; pass encoder=" if encoder is None else "no separate encoder; leave encoder out"
         raise ValueError(f"{directory} was trained with {wanted}")
-    if encoder is not None and fingerprint(encoder) != config["encoder"]["fingerprint"]:
+    if encoder is not None and _another(config["encoder"], encoder) is not None:
         raise ValueError(f"{directory} was trained with another encoder than the one given")
     if config["adapter"]:
-        load_lora(lm, directory / ADAPTER_FOLDER)
+        lm = load_adapters(inner, directory / ADAPTER_FOLDER, **config["adapters"])
     try:
         sites = None if goal is None else config["sites"]
         model = attach(lm, goal=goal, stream=stream, encoder=encoder, tokenizer=tokenizer, sites=sites)
@@ -150,6 +188,18 @@ def load(
     for name, tensor in own.items():
         tensor.copy_(weights[name])  # what state_dict hands out shares the module's memory
     return model
+
+
+def _identity(lm: nn.Module) -> dict[str, Any]:
+    """What a file says of a model to know it again; the hash is for earlier versions."""
+    return {"fingerprint": fingerprint(lm), "weights": sampled(lm)}
+
+
+def _another(kept: dict[str, Any], lm: nn.Module) -> str | None:
+    """How a model is not the one a file was made with; None where it is. Earlier versions' files hold a hash alone."""
+    if kept["weights"] is not None:
+        return difference(kept["weights"], lm)
+    return None if fingerprint(lm) == kept["fingerprint"] else "by the fingerprint"
 
 
 def _local(directory: str | Path) -> Path:
@@ -189,10 +239,16 @@ def _read(
             stream = StreamConfig(**{name: _tuples(value) for name, value in config["stream"].items()})
         config["sites"] = list(config["sites"])
         config["base"] = {name: config["base"][name] for name in ("class", "name_or_path", "fingerprint")} | {
-            "inside": config["base"].get("inside") is True
+            "inside": config["base"].get("inside") is True,
+            "weights": _checked_weights(config["base"].get("weights")),
         }
         config["adapter"] = config.get("adapter") is True
-        config["encoder"] = config["encoder"] and {"fingerprint": config["encoder"]["fingerprint"]}
+        adapters = config.get("adapters") or {"names": [ADAPTER], "active": [ADAPTER]}
+        config["adapters"] = {name: [str(each) for each in adapters[name]] for name in ("names", "active")}
+        config["encoder"] = config["encoder"] and {
+            "fingerprint": config["encoder"]["fingerprint"],
+            "weights": _checked_weights(config["encoder"].get("weights")),
+        }
         digest = config["weights_sha256"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory / CONFIG_FILE} is damaged: {error}") from error
@@ -204,6 +260,18 @@ def _read(
         return config, goal, stream, load_file(directory / WEIGHTS_FILE)
     except SafetensorError as error:
         raise ValueError(f"{directory / WEIGHTS_FILE} is not a safetensors file: {error}") from error
+
+
+def _checked_weights(weights: Any) -> dict[str, Any] | None:
+    """The samples of a file, each entry whole."""
+    if weights is None:
+        return None
+    for about in weights.values():
+        if len(base64.b64decode(about["values"], validate=True)) % 4 or not isinstance(about["tokens"], bool):
+            raise ValueError("the samples of the base are not whole")
+        if not all(isinstance(size, int) for size in about["shape"]):
+            raise ValueError("a shape of the base is no shape")
+    return weights
 
 
 def _tuples(value: Any) -> Any:

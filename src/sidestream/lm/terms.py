@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar, Token
 from functools import partial
@@ -70,6 +71,8 @@ class Hook(partial):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         owner = memo.get(id(self.owner))
+        if owner is None and self.func is film_hook:
+            return Hook(self.owner, self.func, *self.args)  # PEFT copies layers; `FilmHooks` cleans up after it
         if owner is None:
             raise ValueError(
                 "this model carries a channel, and a copy of it alone would lose it: copy.deepcopy(model) copies the "
@@ -82,6 +85,50 @@ class Hook(partial):
             "this model carries a channel, which a pickle would lose: use save_pretrained or state_dict(), or "
             "model.detach() first"
         )
+
+
+class FilmHooks:
+    """The hooks that modulate, one a site, each on whatever module stands there.
+
+    PEFT puts a wrapper in a layer's place, merging puts the layer back, and both read the layer's input: the hook moves
+    with the place, so that an adapter put in later reads what one put in earlier reads.
+
+    Args:
+        owner: the attached model.
+        lm: the model it wraps.
+        sites: one module name per block.
+    """
+
+    def __init__(self, owner: nn.Module, lm: nn.Module, sites: Sequence[str]) -> None:
+        self._owner = owner
+        paths = [site.rpartition(".") for site in sites]
+        self._places = [(lm.get_submodule(parent), name) for parent, _, name in paths]
+        self._seated: list[nn.Module | None] = [None] * len(sites)
+        self._handles: list[Any] = [None] * len(sites)
+        self.seat()
+
+    def seat(self, *_: object) -> None:
+        """Move the hooks whose place has got another module. Cheap where none has."""
+        for block, (parent, name) in enumerate(self._places):
+            module = parent._modules[name]
+            if module is not self._seated[block] and module is not None:
+                self._move(block, module)
+
+    def _move(self, block: int, module: nn.Module) -> None:
+        if self._seated[block] is not None:
+            self._handles[block].remove()
+            for inner in module.modules():  # a wrapper may hold a copy of the layer, made with its hook
+                for key, hook in list(inner._forward_pre_hooks.items()):
+                    if getattr(hook, "func", None) is film_hook:
+                        del inner._forward_pre_hooks[key]
+                        inner._forward_pre_hooks_with_kwargs.pop(key, None)
+        self._seated[block] = module
+        self._handles[block] = module.register_forward_pre_hook(Hook(self._owner, film_hook, block), with_kwargs=True)
+
+    def remove(self) -> None:
+        """Take all of them off."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def enable_checkpointing(lm: PreTrainedModel, asked: dict[str, Any] | None, **kwargs: Any) -> None:

@@ -117,6 +117,49 @@ def collate(rows: Sequence[dict]) -> dict[str, Tensor]:
     return batch
 
 
+@dataclass(frozen=True, kw_only=True)
+class GoalCollator:
+    """Batches of rows with a goal each, for `Trainer(model=attached)` and TRL's `SFTTrainer(attached, ...)`.
+
+    A row has `goal`, text or token ids of any length, and `input_ids` or `text`; `labels` where not every token is
+    scored, and `attention_mask` where it is padded already.
+    """
+
+    tokenizer: Any
+    """The base model's; Trainer saves it with its checkpoints."""
+    max_length: int | None = None
+    """Tokens a row keeps, from its beginning; None keeps all."""
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """(B, T) `input_ids`, `attention_mask` and `labels`, padded on the right, and the goals as they are.
+
+        Raises:
+            ValueError: a row without goal or text, or labels that are not as many as the tokens.
+        """
+        ids, labels = zip(*(self._row(row) for row in rows), strict=True)
+        goals = [row["goal"].tolist() if isinstance(row["goal"], Tensor) else row["goal"] for row in rows]
+        padded, mask = pad_right(ids)
+        return {
+            "input_ids": padded,
+            "attention_mask": mask,
+            "labels": pad_right(labels, value=UNSCORED)[0],
+            "goal": goals,
+        }
+
+    def _row(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        lost = f"a row has {sorted(row)}"
+        if row.get("goal") is None or "input_ids" not in row and "text" not in row:
+            what = "'goal'" if row.get("goal") is None else "'input_ids' or 'text'"
+            raise ValueError(f"{lost} and no {what}; where Trainer took it out, set remove_unused_columns=False")
+        ids = row["input_ids"] if "input_ids" in row else self.tokenizer(row["text"], verbose=False)["input_ids"]
+        labels = ids if row.get("labels") is None else row["labels"]
+        ids, labels = [int(token) for token in ids], [int(token) for token in labels]  # from lists or tensors
+        if len(labels) != len(ids):
+            raise ValueError(f"{lost}: {len(labels)} labels for {len(ids)} tokens; give one each, {UNSCORED} for none")
+        real = [at for at, seen in enumerate(row.get("attention_mask", [1] * len(ids))) if seen][: self.max_length]
+        return [ids[at] for at in real], [labels[at] for at in real]
+
+
 def plan(lengths: Sequence[int], *, batch_size: int, steps: int, seed: int) -> list[int]:
     """An order of `steps` batches, epoch after epoch, each batch of rows of nearly equal length (little padding).
 

@@ -23,8 +23,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import GoalConfig, GoalEncoder, LatentState
+from sidestream.lm.adapters import add_lora
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.base import add_lora, chat_template, offsets, pooled_goals
+from sidestream.lm.base import chat_template, offsets, pooled_goals
 from sidestream.lm.blocks import decoder_blocks, film_sites
 from sidestream.lm.decode import pad_right
 from sidestream.lm.prompts import prompt_ids
@@ -248,11 +249,21 @@ class GoalLM(nn.Module):
             self.model.lm.eval()
         return self
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute blocks in backward."""
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict | None = None, **kwargs: Any
+    ) -> None:
+        """Recompute blocks in backward.
+
+        Raises:
+            ValueError: reentrant checkpointing was asked for, which cannot carry a state.
+        """
+        self.model.activation_checkpointing_enable(activation_checkpointing_kwargs, **kwargs)
         self._recomputes = True
         self.train(self.training)
-        self.model.gradient_checkpointing_enable()
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        """The older name of `activation_checkpointing_enable`."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations again."""
