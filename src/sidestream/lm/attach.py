@@ -19,11 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import ConceptStream, GoalChannel, GoalConfig, LatentState, StreamConfig
 from sidestream.lm.blocks import film_sites, sized_goal, takes, text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, checked_window, chunks, feed_for, positions_of
-from sidestream.lm.reading import check_goals, goal_ids, read
+from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, checked_window, feed_for, positions_of
+from sidestream.lm.encoding import changed, encode
+from sidestream.lm.pinning import check_room, find_rotation, in_front
+from sidestream.lm.reading import read
 from sidestream.lm.terms import (
     InForce,
     check_checkpointing,
+    checkpoints,
     disable_checkpointing,
     enable_checkpointing,
     film_hook,
@@ -56,9 +59,12 @@ class AttachedLM(nn.Module):
         sites: list[str],
         encoder: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase | None,
+        pinned: bool = False,
     ) -> None:
         super().__init__()
         self.lm = lm
+        self.pinned = pinned
+        self._rotation: Any = None
         # Typed as present, since whoever uses goals attached one; `encode_goal` is where a missing one is told of.
         self.channel: GoalChannel = channel  # type: ignore[assignment]
         self.stream = stream
@@ -96,7 +102,8 @@ class AttachedLM(nn.Module):
         """Turn prompts into the latent state that starts a rollout.
 
         Args:
-            goal: (B, T) token ids, lists of ids of any lengths, or text (needs a tokenizer). A `LatentState` passes.
+            goal: (B, T) token ids, lists of ids of any lengths, or text (needs a tokenizer). A `LatentState` passes. For
+                a model that pins: also named parts, `{"policy": ..., "wish": ...}`, which can be changed later.
             attention_mask: (B, T), 0 at padding. Lists and text are padded and masked here.
 
         Returns:
@@ -105,28 +112,7 @@ class AttachedLM(nn.Module):
         Raises:
             ValueError: a goal that is empty, of another type, or text without a tokenizer.
         """
-        if not self._hooks:
-            raise ValueError("the channel was detached from this model; attach it again to use goals")
-        if self.channel is None:
-            raise ValueError("this model has a concept stream and no goal channel; attach(lm, goal=..., stream=...)")
-        if isinstance(goal, LatentState):
-            if goal.goal is None:
-                raise ValueError("the latent state given as a goal carries a concept stream only")
-            if goal.goal.shape[-1] != self.channel.config.width:
-                raise ValueError(
-                    f"the state's goals are {goal.goal.shape[-1]} wide, the channel {self.channel.config.width}"
-                )
-            state = goal
-        else:
-            ids, mask = goal_ids(goal, attention_mask, self.tokenizer, self.device)
-            vocabulary = text_config(self._reader).vocab_size
-            if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
-                raise ValueError(
-                    f"a goal has token ids {int(ids.min())} to {int(ids.max())}; E_base knows 0 to {vocabulary - 1}"
-                )
-            check_goals(self._reader, mask)
-            state = self.channel.encode(self.goal_hidden(ids, mask), mask.bool())
-        return self.channel.fold(state) if self.channel.tracker is None else state
+        return encode(self, goal, attention_mask)
 
     def goal_hidden(
         self,
@@ -192,9 +178,11 @@ class AttachedLM(nn.Module):
         check_checkpointing(self.lm, cache)
         kwargs.update(self._placed(input_ids, attention_mask, cache, kwargs))
         carried = cache.latent if isinstance(cache, LatentCache) else None
-        if goal is None and carried is not None and carried.goal is not None:
+        if goal is None and carried is not None and (carried.goal is not None or carried.keys is not None):
             goal = carried
         state = self._start(goal, goal_attention_mask, input_ids)
+        if cache is None and state is not None and state.keys is not None:
+            return self._pinned_forward(state, input_ids, attention_mask, kwargs)
         if cache is not None:
             if isinstance(cache, LatentCache):
                 cache.latent = carried if state is None else state
@@ -206,6 +194,36 @@ class AttachedLM(nn.Module):
         terms = None if state is None else self._advance(state, input_ids, attention_mask)[0]
         with InForce(terms):
             return self.lm(input_ids=input_ids, **kwargs)
+
+    def _pinned_forward(
+        self, state: LatentState, ids: Tensor | None, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> Any:
+        """A forward without a cache of the caller's, the goal pinned."""
+        if ids is None:
+            raise ValueError("a pinned goal counts tokens: pass input_ids, not inputs_embeds")
+        check_room(self.lm, state.entries.shape[1], ids.shape[1])  # type: ignore[union-attr]
+        if not checkpoints(self.lm):
+            cache = self.new_cache(state)
+            output = self.lm(input_ids=ids, **{**kwargs, "attention_mask": mask, CACHE_NAME: cache, "use_cache": True})
+            if hasattr(output, CACHE_NAME):
+                output[CACHE_NAME] = None
+            return output
+        # Checkpointing drops caches, and with one the goal: it is read again, in front of the text.
+        feed, ahead = in_front(self.lm, state, ids, mask)
+        labels = kwargs.pop("labels", None)
+        with InForce(self._terms_in_front(state, ids, mask, ahead)):
+            output = self.lm(**{**kwargs, **feed, "use_cache": False})
+        output.logits = output.logits[:, -ids.shape[1] :]
+        if labels is not None:
+            output.loss = self.lm.loss_function(output.logits, labels, vocab_size=text_config(self.lm).vocab_size)
+        return output
+
+    def _terms_in_front(self, state: LatentState, ids: Tensor, mask: Tensor | None, ahead: int) -> Tensor | None:
+        """(B, ahead + T, L, 2, D) FiLM terms, none at the goal's own tokens."""
+        if self.channel is None:
+            return None
+        terms = self._advance(state, ids, mask)[0].expand(ids.shape[0], ids.shape[1], -1, -1, -1)
+        return torch.cat([terms.new_zeros(terms.shape[0], ahead, *terms.shape[2:]), terms], dim=1)
 
     def hidden(
         self,
@@ -226,6 +244,10 @@ class AttachedLM(nn.Module):
         """
         check_checkpointing(self.lm, None)
         state = self._start(goal, None, input_ids)
+        if state is not None and state.keys is not None:
+            feed, ahead = in_front(self.lm, state, input_ids, attention_mask)
+            with InForce(self._terms_in_front(state, input_ids, attention_mask, ahead)):
+                return self.lm.base_model(**feed, use_cache=False).last_hidden_state[:, ahead:]
         if state is not None:
             terms = self._advance(state, input_ids, attention_mask)[0]
         placed = self._placed(input_ids, attention_mask, None, {})
@@ -298,7 +320,12 @@ class AttachedLM(nn.Module):
         reads = None if self.channel is None or self.channel.tracker is None else self._reader
         window = checked_window(self.lm, window, reads)
         latent = self.encode_goal(goal) if goal is not None else None
-        return LatentCache(text_config(self.lm), latent=latent, window=window)
+        if latent is not None and latent.entries is not None:
+            check_room(self.lm, latent.entries.shape[1], None if window is None else window.size)
+        rotation = None
+        if self.pinned and window is not None and window.policy == "rolling":
+            self._rotation = rotation = find_rotation(self.lm) if self._rotation is None else self._rotation
+        return LatentCache(text_config(self.lm), latent, window, pins=self.pinned, rotation=rotation)
 
     def _start(self, goal: Goal | None, mask: Tensor | None, input_ids: Tensor | None) -> LatentState | None:
         """The state for this text, one row per row of it."""
@@ -350,31 +377,36 @@ class AttachedLM(nn.Module):
             return None
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         mask = kwargs.get("attention_mask")
-        if cache.window is not None:
+        if cache.window is not None or cache.pins:
             if ids is None or (mask is not None and mask.dim() != 2):
                 raise ValueError(
-                    "a window counts tokens: pass input_ids, not inputs_embeds, and a (B, T) attention_mask"
+                    "a window or a pinned goal counts tokens: pass input_ids, not inputs_embeds, and a (B, T) "
+                    "attention_mask"
                 )
+        if cache.window is not None:
             if kwargs.get("labels") is not None:
                 raise ValueError("labels with a windowed cache: crop the text to the window and train on that instead")
             if cache.window.policy == "rolling":
-                # Pieces of W keep the keys at 2 W at most; the stock cache would hold the whole prompt for a moment.
-                *heads, (ids, mask) = chunks(ids, mask, cache.window.size)
                 options = {CACHE_NAME: cache, "use_cache": True, **self._last_logits(1)}
-                for head_ids, head_mask in heads:
-                    self.lm(input_ids=head_ids, attention_mask=head_mask, **options)
+                *heads, last = cache.pieces(ids)
+                for size in heads:
+                    rest = ids.shape[1] - size
+                    self.lm(input_ids=ids[:, :size], attention_mask=None if mask is None else mask[:, :-rest], **options)
+                    ids = ids[:, size:]
         terms = None
-        if cache.latent is not None and cache.latent.goal is not None:
+        if cache.latent is not None:
             cache.expand_latent(ids.shape[0] if ids is not None else kwargs["inputs_embeds"].shape[0])
-            terms, cache.latent = self._advance(cache.latent, ids, mask, cache)
-        if cache.window is None:
+            if cache.latent.goal is not None:
+                terms, cache.latent = self._advance(cache.latent, ids, mask, cache)
+        if cache.window is None and not cache.pins:
             cache.running = put_in_force(terms)
             return None
         assert ids is not None
         by_token = self.channel is not None and self.channel.tracker is not None
         feed, fed_terms = feed_for(self.lm, cache, ids, mask, terms if by_token else None)
         cache.running = put_in_force(fed_terms if by_token else terms)
-        return (), {**self._last_logits(min(ids.shape[1], cache.window.size)), **kwargs, **feed}
+        shown = {} if cache.window is None else self._last_logits(min(ids.shape[1], cache.window.size))
+        return (), {**shown, **kwargs, **feed}
 
     def _last_logits(self, count: int) -> dict[str, int]:
         return {"logits_to_keep": count} if takes(self.lm, "logits_to_keep") else {}
@@ -430,8 +462,11 @@ def attach(
     encoder: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     sites: Sequence[str] | None = None,
+    pinned: bool | None = None,
 ) -> AttachedLM:
-    """Give a Hugging Face causal LM a goal channel, a concept stream for its latent passes, or both.
+    """Give a Hugging Face causal LM a memory beside its text: pinned goals, a goal channel, a concept stream.
+
+    Without settings, goals are pinned: their own keys and values are kept outside the window, exact and untrained.
 
     Args:
         lm: any decoder. Its weights and state-dict keys stay as they are.
@@ -440,13 +475,18 @@ def attach(
         encoder: E_base, a causal LM of the same vocabulary that reads goals, frozen. None: `lm` itself, channel closed.
         tokenizer: lets goals be given as text.
         sites: one module name per block, to override the search.
+        pinned: whether goals are pinned; None: where no channel and no stream is asked for. With a channel as well, a
+            goal is both a vector and pinned.
 
     Raises:
         ValueError: no FiLM site is found, a site does not exist, the model already carries a channel, or a setting does
             not fit the models.
     """
-    if not isinstance(goal, GoalConfig | None) or goal is None and stream is None:
+    if not isinstance(goal, GoalConfig | None):
         raise ValueError(f"goal is {goal!r}; give the channel's settings: attach(lm, goal=GoalConfig(width=...))")
+    pinned = goal is None and stream is None if pinned is None else pinned
+    if not pinned and goal is None and stream is None:
+        raise ValueError("nothing to attach: pin goals (pinned=True), or give settings of a channel or a stream")
     if not isinstance(stream, StreamConfig | None):
         raise ValueError(f"stream is {stream!r}; give its settings: attach(lm, stream=StreamConfig())")
     if any(isinstance(getattr(hook, "__self__", None), AttachedLM) for hook in lm._forward_pre_hooks.values()):
@@ -464,7 +504,7 @@ def attach(
     if encoder is not None:
         encoder.requires_grad_(False)
         encoder.eval()
-    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer)
+    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer, pinned)
 
 
 _TWICE = "this model already carries a channel; call detach() on the attached model first"
@@ -495,3 +535,4 @@ def _after_forward(module: nn.Module, args: tuple, kwargs: dict, output: Any) ->
     if isinstance(cache, LatentCache) and cache.running is not None:
         lift(cache.running)
         cache.running = None
+        cache.lift_goal()

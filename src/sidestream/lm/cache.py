@@ -19,7 +19,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
 
 from sidestream.channels import LatentState
+from sidestream.channels.rotation import Rotation
 from sidestream.lm.blocks import learned_positions, takes, text_config
+from sidestream.lm.pinning import COPIES, PinnedLayer, own_reach
 
 # transformers 5.24 renamed the keyword and the output field `past_key_values` to `cache`.
 _ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters  # pyright: ignore
@@ -63,21 +65,31 @@ class LatentCache(DynamicCache):
         config: the model's text configuration.
         latent: the state to start from; None leaves the channel closed.
         window: None for no limit.
+        pins: whether goals can be pinned on it, from the start or later.
+        rotation: how the model's keys turn; needed by a pinned goal under `rolling`.
     """
 
     def __init__(
-        self, config: PretrainedConfig, latent: LatentState | None = None, window: Window | None = None
+        self,
+        config: PretrainedConfig,
+        latent: LatentState | None = None,
+        window: Window | None = None,
+        *,
+        pins: bool = False,
+        rotation: Rotation | None = None,
     ) -> None:
         super().__init__(config=config)
         self.latent = latent
         self.window = window
+        self.pins = pins
+        self.rotation = rotation
         self.encoder: LatentCache | None = None
         """The encoder's own cache, for a dynamic channel: what makes a trigger cost the same at any position. It is
         made when the first goal is set, and reads the text from there on."""
         self.running: Any = None
         """Set by the attached model while one of its forwards writes to this cache."""
         self._config = config
-        self._tokens: Tensor | None = None  # (B, <= W): what a reindexed window holds
+        self._tokens: Tensor | None = None  # (B, <= W): what the window holds, where it may be read anew
         self._terms: Tensor | None = None  # (B, <= W, L, 2, D): their FiLM terms, where these differ by token
         self._mask: Tensor | None = None  # (B, columns held): 0 at padding
         self._positions: Tensor | None = None  # (B,): real tokens seen, per row
@@ -85,7 +97,10 @@ class LatentCache(DynamicCache):
         self._clear_layers()
 
     def _clear_layers(self) -> None:
-        if self.window is not None and self.window.policy == "rolling":
+        if self.pins:
+            limit = self.window.size - 1 if self.window is not None and self.window.policy == "rolling" else None
+            self.layers = [PinnedLayer(limit) for _ in range(self._config.num_hidden_layers)]
+        elif self.window is not None and self.window.policy == "rolling":
             self.layers = [DynamicSlidingWindowLayer(self.window.size) for _ in range(self._config.num_hidden_layers)]
         else:
             self.layers = DynamicCache(config=self._config).layers
@@ -107,7 +122,7 @@ class LatentCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen so far. During a forward under `reindex`, the keys held: the model sizes its masks by it."""
-        if self.window is not None and self.window.policy == "reindex" and self.running is None:
+        if self.running is None and (self.pins or self.window is not None and self.window.policy == "reindex"):
             return self._seen
         return super().get_seq_length(layer_idx)
 
@@ -137,11 +152,90 @@ class LatentCache(DynamicCache):
             return self._take_anew(input_ids, mask, terms)
         positions = (before[:, None] + new_mask.cumsum(1) - 1).clamp(min=0)
         self._positions = before + new_mask.sum(1)
-        self._mask = mask
-        if self.window is not None:
-            self._mask = mask[:, -(self.window.size - 1) :].clone()  # as many columns as the layers keep
-            mask = _near(mask, length, self.window.size)
+        self._mask, size = mask, None if self.window is None else self.window.size
+        left = None
+        if size is not None:
+            self._mask = mask[:, -(size - 1) :].clone()  # as many columns as the layers keep
+            # Tokens of each row that have left, as each new token sees it.
+            seen = torch.nn.functional.pad(mask.cumsum(1), (size, 0))[:, -length - size : -size]
+            left = (before - held.sum(1))[:, None] + seen
+        if self.pins:
+            tokens = input_ids if self._tokens is None else torch.cat([self._tokens, input_ids], dim=1)
+            self._tokens = tokens if size is None else tokens[:, 1 - size :].clone()
+        if self.goal is not None:
+            mask, positions = self._behind_goal(mask, positions, left)
+        elif size is not None:
+            mask = _near(mask, length, size)
         return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}, terms
+
+    @property
+    def goal(self) -> LatentState | None:
+        """The state, where a goal is pinned in it."""
+        return None if self.latent is None or self.latent.keys is None else self.latent
+
+    def _behind_goal(self, mask: Tensor, positions: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mask and positions of text behind the pinned goal, whose entries are put into the layers.
+
+        Args:
+            mask: (B, columns) of the text held and of the T new tokens, 0 at padding.
+            positions: (B, T) of the new tokens, counted without the goal.
+            left: (B, T) tokens of each row that have left the window as each new token sees it; None for no window.
+        """
+        goal, length = self.goal, positions.shape[1]
+        assert goal is not None and goal.entries is not None
+        entries, size = goal.entries.to(mask.dtype), mask.shape[1] if left is None else self.window.size  # type: ignore[union-attr]
+        positions = positions + entries.sum(dim=1, keepdim=True)
+        keys, values, copies = goal.keys, goal.values, torch.zeros(length, dtype=torch.long, device=mask.device)
+        assert keys is not None and values is not None
+        if left is not None:
+            places, copies = torch.unique_consecutive(left, dim=1, return_inverse=True)
+            keys = torch.cat([self._moved(place) for place in places.unbind(1)], dim=-2)
+            values = torch.cat([values] * places.shape[1], dim=-2) if places.shape[1] > 1 else values
+            entries = entries.repeat(1, places.shape[1])
+        for layer, key, value in zip(self.layers, keys.unbind(1), values.unbind(1), strict=True):
+            layer.goal = (key, value)  # type: ignore[union-attr]
+        if left is None and own_reach(self._config) is None:
+            return torch.cat([entries, mask], dim=1), positions
+        # Each new token sees the copy of the goal that stands where it has to for that token.
+        owner = torch.arange(entries.shape[1], device=mask.device) // goal.entries.shape[1]
+        sees = (owner == copies[:, None]) & entries.bool()[:, None, None]
+        return torch.cat([sees, _near(mask, length, size)], dim=-1), positions
+
+    def _moved(self, place: Tensor) -> Tensor:
+        """(B, L, H, M, K) the goal's keys, moved by (B,) positions."""
+        goal = self.goal
+        assert goal is not None and goal.keys is not None
+        if not bool(place.any()):
+            return goal.keys
+        assert self.rotation is not None
+        if goal.keys.stride(0) == 0 and bool((place == place[0]).all()):  # one goal for all rows
+            return self.rotation.turn(goal.keys[:1], place[:1]).expand_as(goal.keys)
+        return self.rotation.turn(goal.keys, place)
+
+    def lift_goal(self) -> None:
+        """Take the goal's entries out of the layers: between forwards these hold the text alone."""
+        if self.pins:
+            for layer in self.layers:
+                layer.goal = None  # type: ignore[union-attr]
+
+    def pieces(self, ids: Tensor) -> list[int]:
+        """How many of the new tokens each forward takes under `rolling`.
+
+        Pieces of W keep the keys at 2 W at most. Where the goal is pinned and the window moves, each token of a piece
+        sees its own copy of the goal.
+        """
+        assert self.window is not None
+        size, length = self.window.size, ids.shape[1]
+        if self.goal is None:
+            first, step = min(length, size), size
+        else:
+            assert self.goal.entries is not None
+            step = max(1, min(size, COPIES // max(1, self.goal.entries.shape[1])))
+            first = min(length, max(size - (0 if self._mask is None else self._mask.shape[1]), step))
+        sizes = [first]
+        while sum(sizes) < length:
+            sizes.append(min(step, length - sum(sizes)))
+        return sizes
 
     def _take_anew(
         self, input_ids: Tensor, mask: Tensor, terms: Tensor | None
@@ -163,8 +257,10 @@ class LatentCache(DynamicCache):
             old = terms.new_zeros(terms.shape[0], kept, *terms.shape[2:]) if self._terms is None else self._terms
             self._terms = torch.cat([old, terms], dim=1)[:, -size:].clone()
             terms = self._terms[:, -fed:]
-        positions = positions_of(self._mask)[:, -fed:]
-        return {"input_ids": self._tokens[:, -fed:], "attention_mask": self._mask, "position_ids": positions}, terms
+        positions, mask = positions_of(self._mask)[:, -fed:], self._mask
+        if self.goal is not None:
+            mask, positions = self._behind_goal(mask, positions, None)
+        return {"input_ids": self._tokens[:, -fed:], "attention_mask": mask, "position_ids": positions}, terms
 
     def expand_latent(self, batch: int) -> None:
         """Repeat the goals so that each of `batch` rows has one, as `generate` repeats prompts for beams.
@@ -278,7 +374,8 @@ def feed_for(
     feed: dict[str, Any]
     feed, terms = cache.take(input_ids, attention_mask, terms)
     if feed["attention_mask"].dim() == 4:
-        feed["attention_mask"] = _attention_for(text_config(lm), feed["attention_mask"], lm.dtype)
+        ahead = 0 if cache.layers[0].__dict__.get("goal") is None else cache.layers[0].goal[0].shape[-2]  # type: ignore
+        feed["attention_mask"] = _attention_for(text_config(lm), feed["attention_mask"], lm.dtype, ahead)
     if not takes(lm, "position_ids"):
         del feed["position_ids"]  # ALiBi: the model counts for itself
     return feed, terms
@@ -289,16 +386,21 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def _attention_for(config: PretrainedConfig, allowed: Tensor, dtype: torch.dtype) -> Any:
+def _attention_for(
+    config: PretrainedConfig, allowed: Tensor, dtype: torch.dtype, ahead: int = 0, *, reads: bool = False
+) -> Any:
     """A (B, 1, T, columns) mask in the form a model takes: one per kind of layer where its layers differ.
+
+    The first `ahead` columns are a pinned goal's, which layers with a window of their own see too. With `reads`, the
+    first `ahead` queries are the goal's own, read as any text is.
 
     Raises:
         ValueError: an attention implementation or a kind of layer that takes no such mask.
     """
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
-            f"a rolling window needs attention 'sdpa' or 'eager', the model has {config._attn_implementation!r}; load "
-            "it with attn_implementation='sdpa' or use the policy 'reindex'"
+            "a rolling window, or a goal beside layers with windows of their own, needs attention 'sdpa' or 'eager', the "
+            f"model has {config._attn_implementation!r}; load it with attn_implementation='sdpa' or use 'reindex'"
         )
     own = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["full_attention" if own is None else "sliding_attention"]
@@ -308,7 +410,9 @@ def _attention_for(config: PretrainedConfig, allowed: Tensor, dtype: torch.dtype
             raise ValueError(f"the model has layers of kind {kind!r}, which 'rolling' cannot mask; use 'reindex'")
         mask = allowed
         if kind == "sliding_attention" and own is not None:
-            mask = allowed & _near(torch.ones_like(allowed[:, 0, 0]), allowed.shape[2], own)
+            near = _near(torch.ones_like(allowed[:, 0, 0]), allowed.shape[2], own)
+            near[:, :, ahead if reads else 0 :, :ahead] = True
+            mask = allowed & near
         if config._attn_implementation == "eager":
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         masks[kind] = mask
