@@ -107,3 +107,131 @@ def test_rolling_is_one_dense_forward(family, pieces):
             if end >= 0:
                 close(steps[row, step], oracle[end], 1e-4)
     differ(oracle[-1], plain(model.lm, goal, text)[-1])  # the window hides something
+
+
+GENERATE = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+
+@pytest.mark.parametrize("window", [None, REINDEX, ROLLING], ids=["whole", "reindex", "rolling"])
+def test_generate_is_the_oracle_chosen_greedily(window):
+    model = attach(tiny("llama"))
+    out = model.generate(PADDED, attention_mask=MASK, goal=GOALS, window=window, **RECORD, **GENERATE)
+    for row, goal, text in rows():
+        text = text + out.sequences[row, T:].tolist()
+        for step in range(8):
+            seen = text[: len(text) - 8 + step]
+            if window is REINDEX:
+                expected = plain(model.lm, goal, seen[-W:])[-1]
+            else:
+                expected = dense(model.lm, goal, seen, len(seen) if window is None else W)[-1]
+            close(out.logits[step][row], expected, 1e-4)
+
+
+def test_beams_samples_and_a_second_turn():
+    model = attach(tiny("llama"))
+    kw = dict(window=ROLLING, goal=GOALS, attention_mask=MASK, **GENERATE)
+    beams = model.generate(PADDED, num_beams=3, num_return_sequences=2, **kw, **RECORD)
+    assert beams.sequences.shape == (4, T + 8)
+    both = model.generate(PADDED.repeat_interleave(2, 0), **{**kw, "goal": [GOALS[0], GOALS[0], GOALS[1], GOALS[1]],
+                          "attention_mask": MASK.repeat_interleave(2, 0)})
+    assert torch.equal(both[::2], model.generate(PADDED, **kw))
+    for row, goal, text in rows():  # each beam's score is that of its text under its own goal
+        said = beams.sequences[2 * row, T:].tolist()
+        scores = dense(model.lm, goal, text + said, W).log_softmax(-1)[len(text) - 1 : -1]
+        total = scores[range(8), said].sum() / 8
+        close(beams.sequences_scores[2 * row] if "sequences_scores" in beams else total, total, 1e-3)
+    first = model.generate(PADDED, **kw, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, tokens(2, 3, seed=9)], 1)
+    mask = torch.cat([MASK, torch.ones(2, 11, dtype=torch.long)], 1)
+    turn = model.generate(more, attention_mask=mask, **{CACHE_NAME: first[CACHE_NAME]}, **RECORD, **GENERATE)
+    for row, goal, text in rows():
+        text = text + more[row, T:].tolist()
+        close(turn.logits[0][row], dense(model.lm, goal, text, W)[-1], 1e-4)
+
+
+@pytest.mark.parametrize("window", [None, REINDEX, ROLLING], ids=["whole", "reindex", "rolling"])
+def test_parts_are_added_replaced_and_removed_on_a_live_cache(window):
+    model = attach(tiny("llama"))
+    policy, wish, note = ([5, 6, 7, 8], [9, 10, 11], [12, 13])
+    cache = model.new_cache([{"policy": policy, "wish": wish}, {"policy": note, "wish": wish}], window=window)
+    feed(model, cache, [T])
+    kept = T if window is None else W if window is REINDEX else W - 1  # the last token's keys are all that rolling lost
+
+    def expect(goals, extra):
+        new = tokens(2, 2, seed=extra)
+        mask = torch.cat([MASK, torch.ones(2, extra + 1, dtype=torch.long)], 1)[:, : cache.get_seq_length() + 2]
+        with torch.no_grad():
+            out = model(new, attention_mask=mask, cache=cache).logits[:, -1]
+        for row, _, text in rows():
+            seen[row] = (seen.get(row) or text[-kept:]) + new[row].tolist()
+            if window is not None:
+                seen[row] = seen[row][-W:]
+            if window is not ROLLING:
+                close(out[row], plain(model.lm, goals[row], seen[row])[-1], 1e-4)
+        return out
+
+    seen = {}
+    model.update_goal(cache, {"note": note})
+    expect([policy + wish + note, note + wish + note], 2)
+    model.update_goal(cache, {"policy": None}, rows=[1])
+    expect([policy + wish + note, wish + note], 4)
+    model.update_goal(cache, {"wish": [20, 21, 22, 23, 24]}, rows=[0])
+    out = expect([policy + [20, 21, 22, 23, 24] + note, wish + note], 6)
+    assert [write.parts for write in cache.writes] == [("policy", "wish"), ("note",), ("policy",), ("wish",)]
+    assert [write.at for write in cache.writes] == [0, T, T + 2, T + 4]
+    assert torch.isfinite(out).all()
+    with pytest.raises(ValueError, match="no part 'nothing' to remove; it has"):
+        model.update_goal(cache, {"nothing": None})
+
+
+def test_gradients_and_checkpointing_are_those_of_the_text():
+    lm = tiny("llama")
+    model = attach(lm, goal=settings("static"), pinned=True)
+    open_gate(model)
+    labels = torch.where(MASK.roll(1, dims=1).bool() & MASK.bool(), PADDED, -100)  # a token behind padding has no past
+
+    def gradients(**kwargs):
+        model.zero_grad()
+        loss = model(PADDED, attention_mask=MASK, goal=GOALS, labels=labels, **kwargs).loss
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    model.train()
+    loss, plainly = gradients()
+    model.gradient_checkpointing_enable()
+    again, checkpointed = gradients()
+    close(loss, again)
+    assert len(plainly) == len(checkpointed) > len(list(lm.parameters()))
+    for left, right in zip(plainly, checkpointed, strict=True):
+        close(left, right, 1e-4)
+    states = model.hidden(PADDED, goal=GOALS, attention_mask=MASK)
+    close(lm.get_output_embeddings()(states), model(PADDED, attention_mask=MASK, goal=GOALS).logits, 1e-4)
+
+
+def test_a_vector_and_a_pinned_goal_at_once():
+    model = open_gate(attach(tiny("qwen3"), goal=settings("static"), pinned=True))
+    both = logits(model, IDS, goal=GOALS)
+    state = model.encode_goal(GOALS)
+    differ(both, logits(attach(tiny("qwen3")), IDS, goal=GOALS))
+    steps = feed(model, model.new_cache(state, window=ROLLING), [T - 1, 1], IDS, torch.ones_like(IDS))
+    assert torch.isfinite(steps).all()
+    with torch.no_grad():
+        cache = model.new_cache(GOALS)
+        piecewise = torch.cat([model(IDS[:, :8], cache=cache).logits, model(IDS[:, 8:], cache=cache).logits], 1)
+    close(piecewise, both, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "goal, message",
+    [
+        ([[]], "a goal is empty"),
+        ({}, "a goal is"),
+        ({"policy": []}, "a goal is empty"),
+        (tokens(1, 60).tolist(), "a pinned goal of 60 tokens and a window of 7 need more than the 64 positions"),
+    ],
+    ids=["empty", "no parts", "empty part", "long"],
+)
+def test_a_goal_that_cannot_be_pinned_says_so(goal, message):
+    model = attach(tiny("llama"))
+    with pytest.raises(ValueError, match=message):
+        model.generate(IDS, goal=goal, window=W, **GENERATE)

@@ -8,7 +8,7 @@ latent passes only: see `sidestream.lm.passes`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from sidestream.lm.terms import (
     put_in_force,
 )
 
-Goal = LatentState | Tensor | Sequence[Sequence[int]] | Sequence[str] | str
+Goal = LatentState | Tensor | Sequence[Sequence[int]] | Sequence[str] | str | Mapping[str, Any]
 
 
 class AttachedLM(nn.Module):
@@ -185,7 +185,8 @@ class AttachedLM(nn.Module):
             return self._pinned_forward(state, input_ids, attention_mask, kwargs)
         if cache is not None:
             if isinstance(cache, LatentCache):
-                cache.latent = carried if state is None else state
+                if state is not None and state is not carried:
+                    self._begin(cache, state)
             elif state is not None:
                 raise ValueError("a goal with a cache needs a LatentCache: model.new_cache(), or leave the cache out")
             return self.lm(input_ids=input_ids, **{CACHE_NAME: cache, "use_cache": True, **kwargs})
@@ -213,7 +214,7 @@ class AttachedLM(nn.Module):
         labels = kwargs.pop("labels", None)
         with InForce(self._terms_in_front(state, ids, mask, ahead)):
             output = self.lm(**{**kwargs, **feed, "use_cache": False})
-        output.logits = output.logits[:, -ids.shape[1] :]
+        output.logits = output.logits[:, -ids.shape[1] :].contiguous()
         if labels is not None:
             output.loss = self.lm.loss_function(output.logits, labels, vocab_size=text_config(self.lm).vocab_size)
         return output
@@ -294,7 +295,7 @@ class AttachedLM(nn.Module):
             if not isinstance(cache, LatentCache):
                 raise ValueError(f"a goal needs a LatentCache, got {type(cache).__name__}; use model.new_cache()")
             with torch.no_grad():
-                cache.latent = self._start(goal, goal_attention_mask, input_ids)
+                self._begin(cache, self._start(goal, goal_attention_mask, input_ids))
         if isinstance(cache, LatentCache):
             if kwargs.get("use_cache") is False:
                 raise ValueError("the state rides on the cache: leave use_cache on, or call model(...) in a loop")
@@ -320,12 +321,46 @@ class AttachedLM(nn.Module):
         reads = None if self.channel is None or self.channel.tracker is None else self._reader
         window = checked_window(self.lm, window, reads)
         latent = self.encode_goal(goal) if goal is not None else None
-        if latent is not None and latent.entries is not None:
-            check_room(self.lm, latent.entries.shape[1], None if window is None else window.size)
         rotation = None
         if self.pinned and window is not None and window.policy == "rolling":
             self._rotation = rotation = find_rotation(self.lm) if self._rotation is None else self._rotation
-        return LatentCache(text_config(self.lm), latent, window, pins=self.pinned, rotation=rotation)
+        cache = LatentCache(text_config(self.lm), window=window, pins=self.pinned, rotation=rotation)
+        self._begin(cache, latent)
+        return cache
+
+    def _begin(self, cache: LatentCache, state: LatentState | None) -> None:
+        """Put the state on the cache; a goal pinned while text is held is read by the text from here on."""
+        if state is not None and state.entries is not None:
+            check_room(self.lm, state.entries.shape[1], None if cache.window is None else cache.window.size)
+        cache.begin(state)
+
+    def update_goal(self, cache: LatentCache, parts: Mapping[str, Any], *, rows: Sequence[int] | None = None) -> None:
+        """Add, replace or remove parts of the goal pinned on a live cache, between two turns.
+
+        The text that the cache holds is read anew behind the new goal, so what follows is what it would be had these
+        parts stood there from the start (under `rolling`: with the window's tokens as the text's beginning).
+
+        Args:
+            cache: of a rollout of this model.
+            parts: text or token ids by name; None removes that part.
+            rows: which rows of the batch; None for all.
+
+        Raises:
+            ValueError: a cache without parts, a part that is not there, or a dynamic channel beside the pinned goal.
+        """
+        if not self.pinned or not cache.pins:
+            raise ValueError("parts belong to a pinned goal: attach(lm, tokenizer=...) and model.new_cache(goal={...})")
+        if self.channel is not None and self.channel.tracker is not None:
+            raise ValueError("a dynamic channel has moved with the text and cannot start over; start a new cache")
+        with torch.no_grad():
+            state = changed(self, cache.latent, parts, rows)
+            if self.channel is not None:
+                state = self.channel.fold(state)
+            held = cache.put_goal(state, tuple(parts), rows)
+            if held is not None:
+                ids, mask = held
+                self.lm(input_ids=ids, attention_mask=mask, **{CACHE_NAME: cache}, use_cache=True, **self._last_logits(1))
+                cache.count_again()
 
     def _start(self, goal: Goal | None, mask: Tensor | None, input_ids: Tensor | None) -> LatentState | None:
         """The state for this text, one row per row of it."""

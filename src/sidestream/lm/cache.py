@@ -8,9 +8,9 @@ state would miss all three.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,19 @@ class Window:
             raise ValueError(f"window policy {self.policy!r} is unknown; use 'reindex' or 'rolling'")
 
 
+class GoalWrite(NamedTuple):
+    """One write of a pinned goal."""
+
+    at: int
+    """Tokens of the text seen before."""
+    parts: tuple[str, ...]
+    """Parts set or removed; empty for a goal in one piece."""
+    rows: tuple[int, ...] | None
+    """Which rows; None for all."""
+    entries: tuple[int, ...]
+    """Entries that each row's goal has from here on."""
+
+
 class LatentCache(DynamicCache):
     """`DynamicCache` with a `LatentState` and, if asked for, a window.
 
@@ -93,8 +106,11 @@ class LatentCache(DynamicCache):
         self._terms: Tensor | None = None  # (B, <= W, L, 2, D): their FiLM terms, where these differ by token
         self._mask: Tensor | None = None  # (B, columns held): 0 at padding
         self._positions: Tensor | None = None  # (B,): real tokens seen, per row
-        self._seen = 0
+        self._seen = self._text_before = 0
+        self.writes: list[GoalWrite] = []
+        """Every goal pinned on this cache, in order."""
         self._clear_layers()
+        self.begin(latent)
 
     def _clear_layers(self) -> None:
         if self.pins:
@@ -211,6 +227,41 @@ class LatentCache(DynamicCache):
         if goal.keys.stride(0) == 0 and bool((place == place[0]).all()):  # one goal for all rows
             return self.rotation.turn(goal.keys[:1], place[:1]).expand_as(goal.keys)
         return self.rotation.turn(goal.keys, place)
+
+    def begin(self, state: LatentState | None) -> None:
+        """Start from this state, or go on from it where text has been read."""
+        self.latent = state
+        if state is not None and state.keys is not None:
+            if not self.pins:
+                raise ValueError("this cache cannot hold a pinned goal; make it with model.new_cache()")
+            self._log(state.part_names, None)
+
+    def put_goal(
+        self, state: LatentState, parts: tuple[str, ...], rows: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Pin another goal and forget the keys of the text, which the caller reads again; `count_again` ends that.
+
+        Returns:
+            Ids and mask of the text to read, or None where there is none yet.
+        """
+        self.latent = state
+        self._log(parts, rows)
+        if self._tokens is None or self._mask is None:
+            return None
+        held = self._tokens, self._mask[:, -self._tokens.shape[1] :]
+        self._text_before = self._seen
+        self._clear_layers()
+        self._tokens = self._mask = self._positions = self._terms = None
+        return held
+
+    def count_again(self) -> None:
+        """The text read again is not new text."""
+        self._seen = self._text_before
+
+    def _log(self, parts: tuple[str, ...], rows: Sequence[int] | None) -> None:
+        assert self.latent is not None and self.latent.entries is not None
+        counts = self.latent.entries.sum(dim=1).tolist()
+        self.writes.append(GoalWrite(self._seen, parts, None if rows is None else tuple(rows), tuple(counts)))
 
     def lift_goal(self) -> None:
         """Take the goal's entries out of the layers: between forwards these hold the text alone."""
