@@ -49,9 +49,10 @@ def dense(lm, goal, text, size):
             seen[row, len(places) * n + first : row + 1] = True
         return torch.zeros(1, 1, total, total).masked_fill(~seen, torch.finfo(torch.float32).min)
 
-    attention = mask(total)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        attention = {"full_attention": attention, "sliding_attention": mask(own)}
+    kinds = getattr(config, "layer_types", None)
+    attention = mask(total if kinds else own)
+    if "sliding_attention" in (kinds or []):
+        attention = {"full_attention": mask(total), "sliding_attention": mask(own)}
     with torch.no_grad():
         out = lm(ids, attention_mask=attention, position_ids=torch.tensor([at]), use_cache=False)
     return out.logits[0, len(places) * n :]

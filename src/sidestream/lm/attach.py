@@ -319,11 +319,17 @@ class AttachedLM(nn.Module):
             ValueError: a window the model or its encoder cannot take.
         """
         reads = None if self.channel is None or self.channel.tracker is None else self._reader
+        picks = isinstance(window, int)
         window = checked_window(self.lm, window, reads)
         latent = self.encode_goal(goal) if goal is not None else None
         rotation = None
         if self.pinned and window is not None and window.policy == "rolling":
-            self._rotation = rotation = find_rotation(self.lm) if self._rotation is None else self._rotation
+            try:
+                self._rotation = rotation = find_rotation(self.lm) if self._rotation is None else self._rotation
+            except ValueError:
+                if not picks:
+                    raise
+                window = Window(size=window.size, policy="reindex")
         cache = LatentCache(text_config(self.lm), window=window, pins=self.pinned, rotation=rotation)
         self._begin(cache, latent)
         return cache

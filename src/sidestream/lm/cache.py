@@ -199,6 +199,10 @@ class LatentCache(DynamicCache):
         """
         goal, length = self.goal, positions.shape[1]
         assert goal is not None and goal.entries is not None
+        if self._config.model_type == "mpt" and not bool(mask.bool().all()):
+            raise ValueError(
+                "MPT counts distances over padding, which would part the goal from the text: give rows of one length"
+            )
         entries, size = goal.entries.to(mask.dtype), mask.shape[1] if left is None else self.window.size  # type: ignore[union-attr]
         positions = positions + entries.sum(dim=1, keepdim=True)
         keys, values, copies = goal.keys, goal.values, torch.zeros(length, dtype=torch.long, device=mask.device)
@@ -391,7 +395,8 @@ def checked_window(lm: PreTrainedModel, window: int | Window | None, reader: Pre
         raise ValueError(f"window is {window!r}; give a number of tokens or a sidestream.Window")
     table = learned_positions(lm)
     name = type(lm).__name__
-    rotary = table is None and takes(lm, "position_ids")  # ALiBi models take none
+    # ALiBi models take no positions, or say so (Falcon has both kinds).
+    rotary = table is None and takes(lm, "position_ids") and not getattr(text_config(lm), "alibi", False)
     if isinstance(window, int):
         window = Window(size=window, policy="rolling" if rotary else "reindex")
     if window.policy == "rolling" and not rotary:

@@ -136,16 +136,25 @@ def _keys_and_values(lm: PreTrainedModel, ids: Tensor, mask: Tensor, first: int 
         feed["position_ids"] = first + (mask.long().cumsum(1) - 1).clamp(min=0)
     if takes(lm, "logits_to_keep"):
         feed["logits_to_keep"] = 1
-    lm(**feed)
+    config, name = text_config(lm), type(lm).__name__
+    odd = {*(getattr(config, "layer_types", None) or [])} - {"full_attention", "sliding_attention"}
+    refusal = (
+        f"a goal cannot be pinned in {name}: not every block keeps the keys and values of every token "
+        f"({', '.join(sorted(odd)) or 'recurrent, shared or compressed layers'}); attach a vector channel: "
+        "attach(lm, goal=GoalConfig(...))"
+    )
+    if odd or getattr(lm, "_is_stateful", False):
+        raise ValueError(refusal)
+    try:
+        lm(**feed)
+    except (ValueError, TypeError, AttributeError, IndexError) as error:  # a model with a cache of its own kind
+        raise ValueError(refusal) from error
     layers: list[Any] = list(cache.layers)
-    depth, name = text_config(lm).num_hidden_layers, type(lm).__name__
+    depth = config.num_hidden_layers
     shapes = {tuple(layer.keys.shape) for layer in layers if isinstance(getattr(layer, "keys", None), Tensor)}
     whole = len(layers) == depth and all(type(layer) is DynamicLayer and layer.is_initialized for layer in layers)
     if not whole or len(shapes) != 1 or layers[0].keys.shape[-2] != ids.shape[1]:
-        raise ValueError(
-            f"{name} does not keep the keys and values of every token in every block (recurrent, shared or compressed "
-            "layers), so a goal cannot be pinned; attach a vector channel: attach(lm, goal=GoalConfig(...))"
-        )
+        raise ValueError(refusal)
     return torch.stack([layer.keys for layer in layers], 1), torch.stack([layer.values for layer in layers], 1)
 
 
