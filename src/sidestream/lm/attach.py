@@ -354,19 +354,36 @@ class AttachedLM(nn.Module):
         Raises:
             ValueError: a cache without parts, a part that is not there, or a dynamic channel beside the pinned goal.
         """
+        self._check_pins(cache)
+        with torch.no_grad():
+            self._put(cache, self.encode_goal(changed(self, cache.latent, parts, rows)), tuple(parts), rows)
+
+    def set_goal(self, cache: LatentCache, goal: Goal | None) -> None:
+        """Pin another goal on a live cache, or none; the text that the cache holds is read anew behind it.
+
+        Raises:
+            ValueError: as `update_goal`.
+        """
+        self._check_pins(cache)
+        with torch.no_grad():
+            state = None if goal is None else self._start(goal, None, cache.held)
+            self._put(cache, state, () if state is None else state.part_names, None)
+
+    def _check_pins(self, cache: LatentCache) -> None:
         if not self.pinned or not cache.pins:
-            raise ValueError("parts belong to a pinned goal: attach(lm, tokenizer=...) and model.new_cache(goal={...})")
+            raise ValueError("this changes a pinned goal: attach(lm, tokenizer=...) and model.new_cache()")
         if self.channel is not None and self.channel.tracker is not None:
             raise ValueError("a dynamic channel has moved with the text and cannot start over; start a new cache")
-        with torch.no_grad():
-            state = changed(self, cache.latent, parts, rows)
-            if self.channel is not None:
-                state = self.channel.fold(state)
-            held = cache.put_goal(state, tuple(parts), rows)
-            if held is not None:
-                ids, mask = held
-                self.lm(input_ids=ids, attention_mask=mask, **{CACHE_NAME: cache}, use_cache=True, **self._last_logits(1))
-                cache.count_again()
+
+    def _put(self, cache: LatentCache, state: LatentState | None, parts: tuple[str, ...], rows: Any) -> None:
+        size = None if cache.window is None else cache.window.size
+        if state is not None and state.entries is not None:
+            check_room(self.lm, state.entries.shape[1], size)
+        held = cache.put_goal(state, parts, rows)
+        if held is not None:
+            ids, mask = held
+            self.lm(input_ids=ids, attention_mask=mask, **{CACHE_NAME: cache}, use_cache=True, **self._last_logits(1))
+            cache.count_again()
 
     def _start(self, goal: Goal | None, mask: Tensor | None, input_ids: Tensor | None) -> LatentState | None:
         """The state for this text, one row per row of it."""

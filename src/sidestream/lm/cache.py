@@ -240,8 +240,13 @@ class LatentCache(DynamicCache):
                 raise ValueError("this cache cannot hold a pinned goal; make it with model.new_cache()")
             self._log(state.part_names, None)
 
+    @property
+    def held(self) -> Tensor | None:
+        """(B, <= W) tokens of the text that can be read anew; None where no text has been read."""
+        return self._tokens
+
     def put_goal(
-        self, state: LatentState, parts: tuple[str, ...], rows: Sequence[int] | None
+        self, state: LatentState | None, parts: tuple[str, ...], rows: Sequence[int] | None
     ) -> tuple[Tensor, Tensor] | None:
         """Pin another goal and forget the keys of the text, which the caller reads again; `count_again` ends that.
 
@@ -263,8 +268,8 @@ class LatentCache(DynamicCache):
         self._seen = self._text_before
 
     def _log(self, parts: tuple[str, ...], rows: Sequence[int] | None) -> None:
-        assert self.latent is not None and self.latent.entries is not None
-        counts = self.latent.entries.sum(dim=1).tolist()
+        entries = None if self.latent is None else self.latent.entries
+        counts = [] if entries is None else entries.sum(dim=1).tolist()
         self.writes.append(GoalWrite(self._seen, parts, None if rows is None else tuple(rows), tuple(counts)))
 
     def lift_goal(self) -> None:
