@@ -5,7 +5,8 @@ import torch
 
 from families import FAMILIES, ROTARY, VOCABULARY, close, differ, logits, open_gate, settings, tiny, tokens
 from sidestream import Window, attach
-from sidestream.lm.cache import CACHE_NAME, _attention_for
+from sidestream.lm.cache import CACHE_NAME
+from sidestream.lm.decode import LeanDecoder
 
 W, T = 7, 20
 GOALS = [tokens(5, seed=3).tolist(), tokens(3, seed=4).tolist()]
@@ -236,3 +237,20 @@ def test_a_goal_that_cannot_be_pinned_says_so(goal, message):
     model = attach(tiny("llama"))
     with pytest.raises(ValueError, match=message):
         model.generate(IDS, goal=goal, window=W, **GENERATE)
+
+
+@pytest.mark.parametrize(
+    "family, window", [("llama", None), ("llama", REINDEX), ("llama", ROLLING), ("gpt2", None), ("gpt2", REINDEX)]
+)
+@pytest.mark.parametrize("vector", [False, True], ids=["pinned", "with a vector"])
+def test_lean_decoding_chooses_what_generate_chooses(family, window, vector):
+    model = attach(tiny(family), goal=settings("static") if vector else None, pinned=True)
+    if vector:
+        open_gate(model)
+    kw = dict(attention_mask=MASK, goal=GOALS, window=window, pad_token_id=0, do_sample=False, eos_token_id=None)
+    expected = model.generate(PADDED, max_new_tokens=14, **kw)[:, T:].tolist()
+    decoder = LeanDecoder(model, rows=2, window=window)
+    prompts = [text for _, _, text in rows()]
+    assert decoder.greedy(prompts, new_tokens=14, goal=model.encode_goal(GOALS)) == expected
+    one = decoder.greedy(prompts, new_tokens=14, goal=model.encode_goal(GOALS[:1]))
+    assert one[0] == expected[0] and one[1] != expected[1]
