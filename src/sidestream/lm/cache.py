@@ -102,6 +102,7 @@ class LatentCache(DynamicCache):
         self.running: Any = None
         """Set by the attached model while one of its forwards writes to this cache."""
         self._config = config
+        self._turns: tuple[LatentState, Tensor, Sequence[Tensor]] | None = None  # the goal's keys at the next places
         self._tokens: Tensor | None = None  # (B, <= W): what the window holds, where it may be read anew
         self._terms: Tensor | None = None  # (B, <= W, L, 2, D): their FiLM terms, where these differ by token
         self._mask: Tensor | None = None  # (B, columns held): 0 at padding
@@ -208,10 +209,13 @@ class LatentCache(DynamicCache):
         keys, values, copies = goal.keys, goal.values, torch.zeros(length, dtype=torch.long, device=mask.device)
         assert keys is not None and values is not None
         if left is not None:
-            places, copies = torch.unique_consecutive(left, dim=1, return_inverse=True)
-            keys = torch.cat([self._moved(place) for place in places.unbind(1)], dim=-2)
-            values = torch.cat([values] * places.shape[1], dim=-2) if places.shape[1] > 1 else values
-            entries = entries.repeat(1, places.shape[1])
+            places = left
+            if length > 1:
+                places, copies = torch.unique_consecutive(left, dim=1, return_inverse=True)
+            moved = [self._moved(place) for place in places.unbind(1)]
+            keys = torch.cat(moved, dim=-2) if len(moved) > 1 else moved[0]
+            values = torch.cat([values] * len(moved), dim=-2) if len(moved) > 1 else values
+            entries = entries.repeat(1, len(moved))
         for layer, key, value in zip(self.layers, keys.unbind(1), values.unbind(1), strict=True):
             layer.goal = (key, value)  # type: ignore[union-attr]
         if left is None and own_reach(self._config) is None:
@@ -228,9 +232,18 @@ class LatentCache(DynamicCache):
         if not bool(place.any()):
             return goal.keys
         assert self.rotation is not None
-        if goal.keys.stride(0) == 0 and bool((place == place[0]).all()):  # one goal for all rows
-            return self.rotation.turn(goal.keys[:1], place[:1]).expand_as(goal.keys)
-        return self.rotation.turn(goal.keys, place)
+        if self._turns is not None and self._turns[0] is goal:
+            step = int(place[0]) - int(self._turns[1][0])
+            if 0 <= step < len(self._turns[2]) and torch.equal(place, self._turns[1] + step):
+                return self._turns[2][step]
+        # The next places too, in one go: one at a time, a small goal costs more in calls than in arithmetic.
+        keys, count = goal.keys, max(1, COPIES // max(1, goal.keys.shape[-2]) // 2)
+        alike = goal.keys.stride(0) == 0 and bool((place == place[0]).all())  # one goal for all rows
+        rows = (keys[:1], place[:1]) if alike else (keys, place)
+        many = torch.cat([rows[1] + step for step in range(count)])
+        turned = self.rotation.turn(rows[0].repeat(count, 1, 1, 1, 1), many).chunk(count)
+        self._turns = goal, place, [part.expand_as(keys) for part in turned] if alike else turned
+        return self._turns[2][0]
 
     def begin(self, state: LatentState | None) -> None:
         """Start from this state, or go on from it where text has been read."""

@@ -43,22 +43,22 @@ class PinnedLayer(DynamicLayer):
         """Keep the new keys and values; returns all that the new tokens may see, the goal's first."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        ahead = 0 if self.goal is None else self.goal[0].shape[-2]
-        found = []
-        for name, new in (("keys", key_states), ("values", value_states)):
-            parts = [] if self.goal is None else [self.goal[name == "values"].to(new.dtype)]
-            held = getattr(self, name)
-            parts += [held, new] if held.numel() else [new]
-            whole = torch.cat(parts, dim=-2) if len(parts) > 1 else new
-            text = whole[..., ahead:, :]
-            setattr(self, name, text if self.limit is None else text[..., -self.limit :, :])
-            found.append(whole)
-        return found[0], found[1]
+        goal, ahead = self.goal or (None, None), 0 if self.goal is None else self.goal[0].shape[-2]
+        keys = _joined(goal[0], self.keys, key_states)
+        values = _joined(goal[1], self.values, value_states)
+        first = ahead if self.limit is None else max(ahead, keys.shape[-2] - self.limit)
+        self.keys, self.values = keys[..., first:, :], values[..., first:, :]
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Entries and tokens held."""
         held = self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0  # type: ignore[union-attr]
         return held + (0 if self.goal is None else self.goal[0].shape[-2])
+
+
+def _joined(goal: Tensor | None, held: Tensor | None, new: Tensor) -> Tensor:
+    text = [new] if held is None or held.dim() == 1 else [held, new]
+    return torch.cat(text if goal is None else [goal, *text], dim=-2)
 
 
 @contextmanager
