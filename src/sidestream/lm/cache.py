@@ -102,7 +102,7 @@ class LatentCache(DynamicCache):
         self.running: Any = None
         """Set by the attached model while one of its forwards writes to this cache."""
         self._config = config
-        self._turns: tuple[LatentState, Tensor, Sequence[Tensor]] | None = None  # the goal's keys at the next places
+        self._crossed: tuple[LatentState, Tensor] | None = None  # of the goal's keys, see `Rotation.cross`
         self._tokens: Tensor | None = None  # (B, <= W): what the window holds, where it may be read anew
         self._terms: Tensor | None = None  # (B, <= W, L, 2, D): their FiLM terms, where these differ by token
         self._mask: Tensor | None = None  # (B, columns held): 0 at padding
@@ -232,18 +232,12 @@ class LatentCache(DynamicCache):
         if not bool(place.any()):
             return goal.keys
         assert self.rotation is not None
-        if self._turns is not None and self._turns[0] is goal:
-            step = int(place[0]) - int(self._turns[1][0])
-            if 0 <= step < len(self._turns[2]) and torch.equal(place, self._turns[1] + step):
-                return self._turns[2][step]
-        # The next places too, in one go: one at a time, a small goal costs more in calls than in arithmetic.
-        keys, count = goal.keys, max(1, COPIES // max(1, goal.keys.shape[-2]) // 2)
-        alike = goal.keys.stride(0) == 0 and bool((place == place[0]).all())  # one goal for all rows
-        rows = (keys[:1], place[:1]) if alike else (keys, place)
-        many = torch.cat([rows[1] + step for step in range(count)])
-        turned = self.rotation.turn(rows[0].repeat(count, 1, 1, 1, 1), many).chunk(count)
-        self._turns = goal, place, [part.expand_as(keys) for part in turned] if alike else turned
-        return self._turns[2][0]
+        if self._crossed is None or self._crossed[0] is not goal:
+            self._crossed = goal, self.rotation.cross(goal.keys)
+        keys, crossed = goal.keys, self._crossed[1]
+        if goal.keys.stride(0) == 0 and bool((place == place[0]).all()):  # one goal for all rows
+            return self.rotation.turn(keys[:1], place[:1], crossed[:1]).expand_as(keys)
+        return self.rotation.turn(keys, place, crossed)
 
     def begin(self, state: LatentState | None) -> None:
         """Start from this state, or go on from it where text has been read."""
