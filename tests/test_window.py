@@ -8,7 +8,8 @@ import torch
 
 from families import FAMILIES, MODES, ROTARY, attached, open_gate, settings, tiny, tokens
 from sidestream import Window, attach
-from sidestream.lm.cache import CACHE_NAME, LatentCache, _attention_for
+from sidestream.lm.cache import CACHE_NAME, LatentCache
+from sidestream.lm.masks import attention_for
 from sidestream.lm.terms import InForce
 
 W = 7
@@ -383,8 +384,8 @@ def test_what_a_window_refuses():
         (lambda: feed(llama, llama.new_cache(GOALS, window=8), [24], labels=IDS), "crop the text"),
         (lambda: llama(inputs_embeds=torch.rand(3, 2, 32), cache=llama.new_cache(GOALS, window=8)), "counts tokens"),
         (lambda: dynamic(inputs_embeds=torch.rand(3, 2, 32), cache=dynamic.new_cache(GOALS)), "pass input_ids"),
-        (lambda: _attention_for(bloom_like, allowed, torch.float32), "'chunked_attention'"),  # type: ignore[arg-type]
-        (lambda: _attention_for(flash, allowed, torch.float32), "'sdpa' or 'eager'"),  # type: ignore[arg-type]
+        (lambda: attention_for(bloom_like, allowed, torch.float32), "'chunked_attention'"),  # type: ignore[arg-type]
+        (lambda: attention_for(flash, allowed, torch.float32), "'sdpa' or 'eager'"),  # type: ignore[arg-type]
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -407,4 +408,4 @@ def test_a_model_whose_layers_all_slide():
     expected = torch.zeros(3, 9, dtype=torch.bool)
     for query in range(3):
         expected[query, 6 + query - 3 : 6 + query + 1] = True
-    assert torch.equal(_attention_for(config, allowed, model.lm.dtype)[0, 0], expected)  # type: ignore[arg-type]
+    assert torch.equal(attention_for(config, allowed, model.lm.dtype)[0, 0], expected)  # type: ignore[arg-type]

@@ -19,24 +19,19 @@ from sidestream.channels import ConceptStream, GoalChannel, GoalConfig, LatentSt
 from sidestream.lm.adapters import innermost, mixed_rows
 from sidestream.lm.as_model import AsModel
 from sidestream.lm.blocks import bare, check_family, device_of, film_sites, sized_goal, takes, text_config
-from sidestream.lm.cache import (
-    CACHE_NAME,
-    LatentCache,
-    Window,
-    cache_in,
-    checked_window,
-    chunks,
-    feed_for,
-    positions_of,
-    take_cache,
-)
+from sidestream.lm.cache import CACHE_NAME, LatentCache, cache_in, feed_for, take_cache
+from sidestream.lm.encoding import encode
 from sidestream.lm.generating import arranged, check_tokenizer, generate
-from sidestream.lm.reading import Goal, check_goals, goal_ids, read
+from sidestream.lm.masks import positions_of
+from sidestream.lm.pinning import in_front
+from sidestream.lm.pins import Pins
+from sidestream.lm.reading import Goal, read
 from sidestream.lm.terms import FilmHooks, Hook, InForce, check_checkpointing, film_hook, lift, put_in_force
 from sidestream.lm.trainer import TrainerModel, check_trains
+from sidestream.lm.window import Window, checked_window
 
 
-class AttachedLM(AsModel, TrainerModel):
+class AttachedLM(AsModel, Pins, TrainerModel):
     """A causal LM with a goal channel, a concept stream, or both. Made by `sidestream.attach`.
 
     `model(...)` and `model.generate(...)` take what the wrapped model takes, and `goal=`. Without a goal the wrapped
@@ -59,10 +54,12 @@ class AttachedLM(AsModel, TrainerModel):
         encoder: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase | None,
         given: Any = None,
+        pinned: bool = False,
     ) -> None:
         super().__init__()
         self.lm = lm
         self._given = (lm if given is None else given,)  # a `PeftModel` of `lm`, perhaps; in a tuple, so no submodule
+        self.pinned = pinned
         # Typed as present, since whoever uses goals attached one; `encode_goal` is where a missing one is told of.
         self.channel: GoalChannel = channel  # type: ignore[assignment]
         self.stream = stream
@@ -95,6 +92,7 @@ class AttachedLM(AsModel, TrainerModel):
 
         Args:
             goal: (B, T) token ids, lists of ids of any lengths, or text (needs a tokenizer). A `LatentState` passes.
+                For a model that pins: also named parts, `{"policy": ..., "wish": ...}`, which can be changed later.
             attention_mask: (B, T), 0 at padding. Lists and text are padded and masked here.
 
         Returns:
@@ -103,28 +101,7 @@ class AttachedLM(AsModel, TrainerModel):
         Raises:
             ValueError: a goal that is empty, of another type, or text without a tokenizer.
         """
-        if not self._hooks:
-            raise ValueError("the channel was detached from this model; attach it again to use goals")
-        if self.channel is None:
-            raise ValueError("this model has a concept stream and no goal channel; attach(lm, goal=..., stream=...)")
-        if isinstance(goal, LatentState):
-            if goal.goal is None:
-                raise ValueError("the latent state given as a goal carries a concept stream only")
-            if goal.goal.shape[-1] != self.channel.config.width:
-                raise ValueError(
-                    f"the state's goals are {goal.goal.shape[-1]} wide, the channel {self.channel.config.width}"
-                )
-            state = goal
-        else:
-            ids, mask = goal_ids(goal, attention_mask, self.tokenizer, self.device)
-            vocabulary = text_config(self._reader).vocab_size
-            if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
-                raise ValueError(
-                    f"a goal has token ids {int(ids.min())} to {int(ids.max())}; E_base knows 0 to {vocabulary - 1}"
-                )
-            check_goals(self._reader, mask)
-            state = self.channel.encode(self.goal_hidden(ids, mask), mask.bool())
-        return self.channel.fold(state) if self.channel.tracker is None else state
+        return encode(self, goal, attention_mask)
 
     def goal_hidden(
         self,
@@ -198,12 +175,15 @@ class AttachedLM(AsModel, TrainerModel):
         check_checkpointing(self.lm, cache)
         kwargs.update(self._placed(input_ids, attention_mask, cache, kwargs))
         carried = cache.latent if isinstance(cache, LatentCache) else None
-        if goal is None and carried is not None and carried.goal is not None:
+        if goal is None and carried is not None and (carried.goal is not None or carried.keys is not None):
             goal = carried
         state = self._start(goal, goal_attention_mask, input_ids)
+        if cache is None and state is not None and state.keys is not None:
+            return self._pinned_forward(state, input_ids, attention_mask, kwargs)
         if cache is not None:
             if isinstance(cache, LatentCache):
-                cache.latent = carried if state is None else state
+                if state is not None and state is not carried:
+                    self._begin(cache, state)
             elif state is not None:
                 raise ValueError("a goal with a cache needs a LatentCache: model.new_cache(), or leave the cache out")
             return self.lm(input_ids=input_ids, **{CACHE_NAME: cache, "use_cache": True, **kwargs})
@@ -244,6 +224,12 @@ class AttachedLM(AsModel, TrainerModel):
         """What the wrapped model gives below its head, the channel in force; arguments as for `hidden`."""
         check_checkpointing(self.lm, None)
         state = self._start(goal, None, input_ids)
+        if state is not None and state.keys is not None:
+            feed, ahead = in_front(self.lm, state, input_ids, attention_mask)
+            with InForce(self._terms_in_front(state, input_ids, attention_mask, ahead)):
+                found = self.lm.base_model(**{**kwargs, **feed, "use_cache": False})
+            found.last_hidden_state = found.last_hidden_state[:, ahead:]
+            return found
         if state is not None:
             terms = self._advance(state, input_ids, attention_mask)[0]
         kwargs.update(self._placed(input_ids, attention_mask, None, kwargs), use_cache=False)
@@ -295,9 +281,13 @@ class AttachedLM(AsModel, TrainerModel):
             ValueError: a window the model or its encoder cannot take.
         """
         reads = None if self.channel is None or self.channel.tracker is None else self._reader
+        picks = isinstance(window, int)
         window = checked_window(self.lm, window, reads)
         latent = self.encode_goal(goal) if goal is not None else None
-        return LatentCache(text_config(self.lm), latent=latent, window=window)
+        window, rotation = self._turning(window, picks=picks)
+        cache = LatentCache(text_config(self.lm), window=window, pins=self.pinned, rotation=rotation)
+        self._begin(cache, latent)
+        return cache
 
     def _start(self, goal: Goal | None, mask: Tensor | None, input_ids: Tensor | None) -> LatentState | None:
         """The state for this text, one row per row of it."""
@@ -352,32 +342,37 @@ class AttachedLM(AsModel, TrainerModel):
             return None
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         mask = kwargs.get("attention_mask")
+        if (cache.window is not None or cache.pins) and (ids is None or (mask is not None and mask.dim() != 2)):
+            raise ValueError(
+                "a window or a pinned goal counts tokens: pass input_ids (no inputs_embeds) and a (B, T) attention_mask"
+            )
         if cache.window is not None:
-            if ids is None or (mask is not None and mask.dim() != 2):
-                raise ValueError(
-                    "a window counts tokens: pass input_ids, not inputs_embeds, and a (B, T) attention_mask"
-                )
             if kwargs.get("labels") is not None:
                 raise ValueError("labels with a windowed cache: crop the text to the window and train on that instead")
             if cache.window.policy == "rolling":
-                # Pieces of W keep the keys at 2 W at most; the stock cache would hold the whole prompt for a moment.
-                *heads, (ids, mask) = chunks(ids, mask, cache.window.size)
                 options = {CACHE_NAME: cache, "use_cache": True, **self._last_logits(1)}
-                for head_ids, head_mask in heads:
-                    self.lm(input_ids=head_ids, attention_mask=head_mask, **options)
+                *heads, last = cache.pieces(ids)
+                for size in heads:
+                    rest = ids.shape[1] - size
+                    self.lm(
+                        input_ids=ids[:, :size], attention_mask=None if mask is None else mask[:, :-rest], **options
+                    )
+                    ids = ids[:, size:]
         terms = None
         cache.remember(ids)
-        if cache.latent is not None and cache.latent.goal is not None:
+        if cache.latent is not None:
             cache.expand_latent(ids.shape[0] if ids is not None else kwargs["inputs_embeds"].shape[0])
-            terms, cache.latent = self._advance(cache.latent, ids, mask, cache)
-        if cache.window is None:
+            if cache.latent.goal is not None:
+                terms, cache.latent = self._advance(cache.latent, ids, mask, cache)
+        if cache.window is None and not cache.pins:
             cache.running = put_in_force(terms)
             return None
         assert ids is not None
         by_token = self.channel is not None and self.channel.tracker is not None
         feed, fed_terms = feed_for(self.lm, cache, ids, mask, terms if by_token else None)
         cache.running = put_in_force(fed_terms if by_token else terms)
-        return (), {**self._last_logits(min(ids.shape[1], cache.window.size)), **kwargs, **feed}
+        shown = {} if cache.window is None else self._last_logits(min(ids.shape[1], cache.window.size))
+        return (), {**shown, **kwargs, **feed}
 
     def _last_logits(self, count: int) -> dict[str, int]:
         return {"logits_to_keep": count} if takes(self.lm, "logits_to_keep") else {}
@@ -409,8 +404,11 @@ def attach(
     encoder: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     sites: Sequence[str] | None = None,
+    pinned: bool | None = None,
 ) -> AttachedLM:
-    """Give a Hugging Face causal LM a goal channel, a concept stream for its latent passes, or both.
+    """Give a Hugging Face causal LM a memory beside its text: pinned goals, a goal channel, a concept stream.
+
+    Without settings, goals are pinned: their own keys and values are kept outside the window, exact and untrained.
 
     Args:
         lm: any decoder, or a `PeftModel` of one. Its weights and state-dict keys stay as they are.
@@ -419,14 +417,19 @@ def attach(
         encoder: E_base, a causal LM of the same vocabulary that reads goals, frozen. None: `lm` itself, channel closed.
         tokenizer: lets goals be given as text.
         sites: one module name per block, to override the search.
+        pinned: whether goals are pinned; None: where no channel and no stream is asked for. With a channel as well, a
+            goal is both a vector and pinned.
 
     Raises:
         ValueError: no FiLM site is found, a site does not exist, the model already carries a channel or an adapter that
             acts outside its layers, or a setting does not fit the models; a model that keeps another thing than keys
             and values; more tokens than embeddings.
     """
-    if not isinstance(goal, GoalConfig | None) or goal is None and stream is None:
+    if not isinstance(goal, GoalConfig | None):
         raise ValueError(f"goal is {goal!r}; give the channel's settings: attach(lm, goal=GoalConfig(width=...))")
+    pinned = goal is None and stream is None if pinned is None else pinned
+    if not pinned and goal is None and stream is None:
+        raise ValueError("nothing to attach: pin goals (pinned=True), or give settings of a channel or a stream")
     if not isinstance(stream, StreamConfig | None):
         raise ValueError(f"stream is {stream!r}; give its settings: attach(lm, stream=StreamConfig())")
     given, lm = lm, innermost(lm)
@@ -449,7 +452,7 @@ def attach(
     if encoder is not None:
         encoder.requires_grad_(False)
         encoder.eval()
-    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer, given)
+    return AttachedLM(lm, channel, concepts, found, encoder, tokenizer, given, pinned)
 
 
 _TWICE = "this model already carries a channel; call detach() on the attached model first"
@@ -475,3 +478,4 @@ def _after_forward(module: nn.Module, args: tuple, kwargs: dict, output: Any) ->
     if isinstance(cache, LatentCache) and cache.running is not None:
         lift(cache.running)
         cache.running = None
+        cache.lift_goal()

@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.generation.utils import GenerationMixin
 from transformers.pytorch_utils import Conv1D
 
 from sidestream.channels import GoalConfig
+
+# transformers 5.24 renamed the keyword and the output field `past_key_values` to `cache`.
+_ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters  # pyright: ignore
+CACHE_NAME = "cache" if "cache" in _ARGUMENTS else "past_key_values"
 
 
 def text_config(lm: nn.Module) -> PretrainedConfig:

@@ -7,52 +7,34 @@ state would miss all three.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.generation.utils import GenerationMixin
 
 from sidestream.channels import LatentState
-from sidestream.lm.blocks import learned_positions, takes, text_config
+from sidestream.channels.rotation import Rotation
+from sidestream.lm.blocks import CACHE_NAME, takes, text_config
+from sidestream.lm.masks import attention_for, near, own_reach, positions_of
+from sidestream.lm.pinning import COPIES, PinnedLayer
+from sidestream.lm.window import Window
 
-# transformers 5.24 renamed the keyword and the output field `past_key_values` to `cache`.
-_ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters  # pyright: ignore
-CACHE_NAME = "cache" if "cache" in _ARGUMENTS else "past_key_values"
 
+class GoalWrite(NamedTuple):
+    """One write of a pinned goal."""
 
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """The text channel sees the last `size` tokens and nothing else of the text.
-
-    Columns of the batch are counted, so padding between two turns of a row takes up room in its window.
-    """
-
-    size: int
-    """W, in tokens."""
-    policy: Literal["reindex", "rolling"]
-    """`reindex`: drop the oldest token and encode the rest anew at positions 0..W-1. Exact for every model, needed by
-    learned positions, and no text older than W can influence a logit. Costs a W-token forward per token once full.
-    `rolling`: keep the keys and values of the last W tokens at their true positions, as sliding-window attention does.
-    One token per step, for rotary models. A kept key was computed when older tokens were still visible, so through L
-    blocks traces reach back up to L x W tokens. Float32 angles are good to 0.004 at position 100,000."""
-    encoder_size: int | None = None
-    """Tokens that E_base sees when a dynamic channel reads the text (always `rolling`). None: the whole text, as the
-    tracker was trained; the encoder's keys and values then grow with the text, token by token."""
-
-    def __post_init__(self) -> None:
-        for name in ("size", "encoder_size"):
-            value = getattr(self, name)
-            if value is not None and value < 2:
-                raise ValueError(f"Window.{name} is {value} tokens; it must be at least 2")
-        if self.policy not in ("reindex", "rolling"):
-            raise ValueError(f"window policy {self.policy!r} is unknown; use 'reindex' or 'rolling'")
+    at: int
+    """Tokens of the text seen before."""
+    parts: tuple[str, ...]
+    """Parts set or removed; empty for a goal in one piece."""
+    rows: tuple[int, ...] | None
+    """Which rows; None for all."""
+    entries: tuple[int, ...]
+    """Entries that each row's goal has from here on."""
 
 
 class LatentCache(DynamicCache):
@@ -64,32 +46,49 @@ class LatentCache(DynamicCache):
         config: the model's text configuration.
         latent: the state to start from; None leaves the channel closed.
         window: None for no limit.
+        pins: whether goals can be pinned on it, from the start or later.
+        rotation: how the model's keys turn; needed by a pinned goal under `rolling`.
     """
 
     def __init__(
-        self, config: PretrainedConfig, latent: LatentState | None = None, window: Window | None = None
+        self,
+        config: PretrainedConfig,
+        latent: LatentState | None = None,
+        window: Window | None = None,
+        *,
+        pins: bool = False,
+        rotation: Rotation | None = None,
     ) -> None:
         super().__init__(config=config)
         self.latent = latent
         self.window = window
+        self.pins = pins
+        self.rotation = rotation
         self.encoder: LatentCache | None = None
         """The encoder's own cache, for a dynamic channel: what makes a trigger cost the same at any position. It is
         made when the first goal is set, and reads the text from there on."""
         self.running: Any = None
         """Set by the attached model while one of its forwards writes to this cache."""
         self._config = config
-        self._tokens: Tensor | None = None  # (B, <= W): what a reindexed window holds
+        self._crossed: tuple[LatentState, Tensor] | None = None  # of the goal's keys, see `Rotation.cross`
+        self._tokens: Tensor | None = None  # (B, <= W): what the window holds, where it may be read anew
         self._terms: Tensor | None = None  # (B, <= W, L, 2, D): their FiLM terms, where these differ by token
         self._mask: Tensor | None = None  # (B, columns held): 0 at padding
         self._positions: Tensor | None = None  # (B,): real tokens seen, per row
-        self._seen = 0
-        self._read = 0
+        self._seen = self._read = 0
         self._hash: Tensor | None = None  # (B,): of the tokens read, which tells a text that does not continue them
         self._continued = False
+        self._before: tuple[int, int, Tensor | None] = (0, 0, None)  # of a text that is being read again
+        self.writes: list[GoalWrite] = []
+        """Every goal pinned on this cache, in order."""
         self._clear_layers()
+        self.begin(latent)
 
     def _clear_layers(self) -> None:
-        if self.window is not None and self.window.policy == "rolling":
+        if self.pins:
+            limit = self.window.size - 1 if self.window is not None and self.window.policy == "rolling" else None
+            self.layers = [PinnedLayer(limit) for _ in range(self._config.num_hidden_layers)]
+        elif self.window is not None and self.window.policy == "rolling":
             self.layers = [DynamicSlidingWindowLayer(self.window.size) for _ in range(self._config.num_hidden_layers)]
         else:
             self.layers = DynamicCache(config=self._config).layers
@@ -178,7 +177,7 @@ class LatentCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen so far. During a forward under `reindex`, the keys held: the model sizes its masks by it."""
-        if self.window is not None and self.window.policy == "reindex" and self.running is None:
+        if self.running is None and (self.pins or self.window is not None and self.window.policy == "reindex"):
             return self._seen
         return super().get_seq_length(layer_idx)
 
@@ -208,11 +207,140 @@ class LatentCache(DynamicCache):
             return self._take_anew(input_ids, mask, terms)
         positions = (before[:, None] + new_mask.cumsum(1) - 1).clamp(min=0)
         self._positions = before + new_mask.sum(1)
-        self._mask = mask
-        if self.window is not None:
-            self._mask = mask[:, -(self.window.size - 1) :].clone()  # as many columns as the layers keep
-            mask = _near(mask, length, self.window.size)
+        self._mask, size = mask, None if self.window is None else self.window.size
+        left = None
+        if size is not None:
+            self._mask = mask[:, -(size - 1) :].clone()  # as many columns as the layers keep
+            # Tokens of each row that have left, as each new token sees it.
+            seen = torch.nn.functional.pad(mask.cumsum(1), (size, 0))[:, -length - size : -size]
+            left = (before - held.sum(1))[:, None] + seen
+        if self.pins:
+            tokens = input_ids if self._tokens is None else torch.cat([self._tokens, input_ids], dim=1)
+            self._tokens = tokens if size is None else tokens[:, 1 - size :].clone()
+        if self.goal is not None:
+            mask, positions = self._behind_goal(mask, positions, left)
+        elif size is not None:
+            mask = near(mask, length, size)
         return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}, terms
+
+    @property
+    def goal(self) -> LatentState | None:
+        """The state, where a goal is pinned in it."""
+        return None if self.latent is None or self.latent.keys is None else self.latent
+
+    def _behind_goal(self, mask: Tensor, positions: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mask and positions of text behind the pinned goal, whose entries are put into the layers.
+
+        Args:
+            mask: (B, columns) of the text held and of the T new tokens, 0 at padding.
+            positions: (B, T) of the new tokens, counted without the goal.
+            left: (B, T) tokens of each row that have left the window as each new token sees it; None for no window.
+        """
+        goal, length = self.goal, positions.shape[1]
+        assert goal is not None and goal.entries is not None
+        if self._config.model_type == "mpt" and not bool(mask.bool().all()):
+            raise ValueError(
+                "MPT counts distances over padding, which would part the goal from the text: give rows of one length"
+            )
+        entries, size = goal.entries.to(mask.dtype), mask.shape[1] if left is None else self.window.size  # type: ignore[union-attr]
+        positions = positions + entries.sum(dim=1, keepdim=True)
+        keys, values, copies = goal.keys, goal.values, torch.zeros(length, dtype=torch.long, device=mask.device)
+        assert keys is not None and values is not None
+        if left is not None:
+            places = left
+            if length > 1:
+                places, copies = torch.unique_consecutive(left, dim=1, return_inverse=True)
+            moved = [self._moved(place) for place in places.unbind(1)]
+            keys = torch.cat(moved, dim=-2) if len(moved) > 1 else moved[0]
+            values = torch.cat([values] * len(moved), dim=-2) if len(moved) > 1 else values
+            entries = entries.repeat(1, len(moved))
+        for layer, key, value in zip(self.layers, keys.unbind(1), values.unbind(1), strict=True):
+            layer.goal = (key, value)  # type: ignore[union-attr]
+        if left is None and own_reach(self._config) is None:
+            return torch.cat([entries, mask], dim=1), positions
+        # Each new token sees the copy of the goal that stands where it has to for that token.
+        owner = torch.arange(entries.shape[1], device=mask.device) // goal.entries.shape[1]
+        sees = (owner == copies[:, None]) & entries.bool()[:, None, None]
+        return torch.cat([sees, near(mask, length, size)], dim=-1), positions
+
+    def _moved(self, place: Tensor) -> Tensor:
+        """(B, L, H, M, K) the goal's keys, moved by (B,) positions."""
+        goal = self.goal
+        assert goal is not None and goal.keys is not None
+        if not bool(place.any()):
+            return goal.keys
+        assert self.rotation is not None
+        if self._crossed is None or self._crossed[0] is not goal:
+            self._crossed = goal, self.rotation.cross(goal.keys)
+        keys, crossed = goal.keys, self._crossed[1]
+        if goal.keys.stride(0) == 0 and bool((place == place[0]).all()):  # one goal for all rows
+            return self.rotation.turn(keys[:1], place[:1], crossed[:1]).expand_as(keys)
+        return self.rotation.turn(keys, place, crossed)
+
+    def begin(self, state: LatentState | None) -> None:
+        """Start from this state, or go on from it where text has been read."""
+        self.latent = state
+        if state is not None and state.keys is not None:
+            if not self.pins:
+                raise ValueError("this cache cannot hold a pinned goal; make it with model.new_cache()")
+            self._log(state.part_names, None)
+
+    @property
+    def held(self) -> Tensor | None:
+        """(B, <= W) tokens of the text that can be read anew; None where no text has been read."""
+        return self._tokens
+
+    def put_goal(
+        self, state: LatentState | None, parts: tuple[str, ...], rows: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Pin another goal and forget the keys of the text, which the caller reads again; `count_again` ends that.
+
+        Returns:
+            Ids and mask of the text to read, or None where there is none yet.
+        """
+        self.latent = state
+        self._log(parts, rows)
+        if self._tokens is None or self._mask is None:
+            return None
+        held = self._tokens, self._mask[:, -self._tokens.shape[1] :]
+        self._before = self._seen, self._read, self._hash
+        self._clear_layers()
+        self._tokens = self._mask = self._positions = self._terms = None
+        return held
+
+    def count_again(self) -> None:
+        """The text read again is not new text."""
+        self._seen, self._read, self._hash = self._before
+
+    def _log(self, parts: tuple[str, ...], rows: Sequence[int] | None) -> None:
+        entries = None if self.latent is None else self.latent.entries
+        counts = [] if entries is None else entries.sum(dim=1).tolist()
+        self.writes.append(GoalWrite(self._seen, parts, None if rows is None else tuple(rows), tuple(counts)))
+
+    def lift_goal(self) -> None:
+        """Take the goal's entries out of the layers: between forwards these hold the text alone."""
+        if self.pins:
+            for layer in self.layers:
+                layer.goal = None  # type: ignore[union-attr]
+
+    def pieces(self, ids: Tensor) -> list[int]:
+        """How many of the new tokens each forward takes under `rolling`.
+
+        Pieces of W keep the keys at 2 W at most. Where the goal is pinned and the window moves, each token of a piece
+        sees its own copy of the goal.
+        """
+        assert self.window is not None
+        size, length = self.window.size, ids.shape[1]
+        if self.goal is None:
+            first, step = min(length, size), size
+        else:
+            assert self.goal.entries is not None
+            step = max(1, min(size, COPIES // max(1, self.goal.entries.shape[1])))
+            first = min(length, max(size - (0 if self._mask is None else self._mask.shape[1]), step))
+        sizes = [first]
+        while sum(sizes) < length:
+            sizes.append(min(step, length - sum(sizes)))
+        return sizes
 
     def _take_anew(
         self, input_ids: Tensor, mask: Tensor, terms: Tensor | None
@@ -234,8 +362,10 @@ class LatentCache(DynamicCache):
             old = terms.new_zeros(terms.shape[0], kept, *terms.shape[2:]) if self._terms is None else self._terms
             self._terms = torch.cat([old, terms], dim=1)[:, -size:].clone()
             terms = self._terms[:, -fed:]
-        positions = positions_of(self._mask)[:, -fed:]
-        return {"input_ids": self._tokens[:, -fed:], "attention_mask": self._mask, "position_ids": positions}, terms
+        positions, mask = positions_of(self._mask)[:, -fed:], self._mask
+        if self.goal is not None:
+            mask, positions = self._behind_goal(mask, positions, None)
+        return {"input_ids": self._tokens[:, -fed:], "attention_mask": mask, "position_ids": positions}, terms
 
     def expand_latent(self, batch: int) -> None:
         """Repeat the goals so that each of `batch` rows has one, as `generate` repeats prompts for beams.
@@ -310,46 +440,6 @@ def take_cache(kwargs: dict[str, Any]) -> Any:
     return old_name if cache is None else cache
 
 
-def checked_window(lm: PreTrainedModel, window: int | Window | None, reader: PreTrainedModel | None) -> Window | None:
-    """The window this model can take: a number gets `rolling` where positions are rotary, else `reindex`.
-
-    Args:
-        lm: the model that sees the text.
-        window: as a user gives it.
-        reader: the encoder of a dynamic channel, which reads the text too; None where nobody does.
-
-    Raises:
-        ValueError: a window the model or the encoder cannot take.
-    """
-    if window is None:
-        return None
-    if isinstance(window, bool) or not isinstance(window, int | Window):
-        raise ValueError(f"window is {window!r}; give a number of tokens or a sidestream.Window")
-    table = learned_positions(lm)
-    name = type(lm).__name__
-    rotary = table is None and takes(lm, "position_ids")  # ALiBi models take none
-    if isinstance(window, int):
-        window = Window(size=window, policy="rolling" if rotary else "reindex")
-    if window.policy == "rolling" and not rotary:
-        kind = "learned absolute" if table is not None else "no rotary"
-        raise ValueError(f"{name} has {kind} positions, which 'rolling' cannot keep; use 'reindex'")
-    if table is not None and window.size > table:
-        raise ValueError(f"the window is {window.size} tokens but {name} has learned positions for {table}")
-    if window.encoder_size is not None and reader is None:
-        raise ValueError("Window.encoder_size is set but a static goal reads no text; leave it out")
-    if window.encoder_size is not None and reader is not None and learned_positions(reader) is not None:
-        raise ValueError(f"Window.encoder_size needs a rotary encoder; {type(reader).__name__} has learned positions")
-    return window
-
-
-def chunks(input_ids: Tensor, attention_mask: Tensor | None, size: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Tokens in pieces of at most `size`, each with the mask up to its end."""
-    for start in range(0, input_ids.shape[1], size):
-        piece = input_ids[:, start : start + size]
-        after = input_ids.shape[1] - start - piece.shape[1]
-        yield piece, None if attention_mask is None else attention_mask[:, : attention_mask.shape[1] - after]
-
-
 def feed_for(
     lm: PreTrainedModel,
     cache: LatentCache,
@@ -361,7 +451,8 @@ def feed_for(
     feed: dict[str, Any]
     feed, terms = cache.take(input_ids, attention_mask, terms)
     if feed["attention_mask"].dim() == 4:
-        feed["attention_mask"] = _attention_for(text_config(lm), feed["attention_mask"], lm.dtype)
+        ahead = 0 if cache.layers[0].__dict__.get("goal") is None else cache.layers[0].goal[0].shape[-2]  # type: ignore
+        feed["attention_mask"] = attention_for(text_config(lm), feed["attention_mask"], lm.dtype, ahead)
     if not takes(lm, "position_ids"):
         del feed["position_ids"]  # ALiBi: the model counts for itself
     return feed, terms
@@ -380,43 +471,3 @@ def _hashed(ids: Tensor, before: Tensor | None) -> Tensor:
     powers = torch.full((ids.shape[1],), _FACTOR, dtype=torch.long, device=ids.device).cumprod(0)
     new = ((ids.long() + 1) * powers.flip(0)).sum(1)
     return new if before is None else before.to(new.device) * powers[-1] + new
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """(B, columns) positions, counted over the real tokens of each row."""
-    return (mask.long().cumsum(1) - 1).clamp(min=0)
-
-
-def _attention_for(config: PretrainedConfig, allowed: Tensor, dtype: torch.dtype) -> Any:
-    """A (B, 1, T, columns) mask in the form a model takes: one per kind of layer where its layers differ.
-
-    Raises:
-        ValueError: an attention implementation or a kind of layer that takes no such mask.
-    """
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"a rolling window needs attention 'sdpa' or 'eager', the model has {config._attn_implementation!r}; load "
-            "it with attn_implementation='sdpa' or use the policy 'reindex'"
-        )
-    own = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["full_attention" if own is None else "sliding_attention"]
-    masks = {}
-    for kind in set(kinds):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"the model has layers of kind {kind!r}, which 'rolling' cannot mask; use 'reindex'")
-        mask = allowed
-        if kind == "sliding_attention" and own is not None:
-            mask = allowed & _near(torch.ones_like(allowed[:, 0, 0]), allowed.shape[2], own)
-        if config._attn_implementation == "eager":
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-        masks[kind] = mask
-    return masks if len(masks) > 1 else masks[kinds[0]]
-
-
-def _near(mask: Tensor, length: int, size: int) -> Tensor:
-    """(B, 1, T, columns): each of the last T columns sees the real tokens among the `size` columns up to itself."""
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    queries = columns[-length:, None]
-    near = (columns <= queries) & (columns > queries - size)
-    # A padding query sees nothing; let it see itself, so that its softmax is not NaN.
-    return (near & mask.bool()[:, None, None]) | (columns == queries)

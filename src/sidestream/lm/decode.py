@@ -13,9 +13,9 @@ from sidestream.channels import LatentState
 from sidestream.lm.adapters import adapter_names
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.blocks import film_sites
-from sidestream.lm.cache import Window, checked_window
 from sidestream.lm.layout import pad_left
 from sidestream.lm.lean import Ring, Stack, Tracked, TrackerMaps
+from sidestream.lm.window import Window, checked_window
 
 _AHEAD = 16
 """Tokens that E_base's ring holds beyond its window, so that as many can be read in one piece."""
@@ -122,23 +122,29 @@ class Rollout:
         self.decoder, self.stack = decoder, decoder.stack
         if goal is not None and goal.batch_size not in (1, rows):
             raise ValueError(f"{goal.batch_size} goals for {rows} rows of text; give one goal per row, or one for all")
-        dynamic = goal is not None and decoder.maps is not None
+        dynamic = goal is not None and decoder.maps is not None and goal.goal is not None
+        pinned = None if goal is None or goal.keys is None else goal
+        if pinned is not None and pinned.batch_size != rows:
+            pinned = pinned.repeat_interleave(rows)
         padding = None if mask is None or bool(mask.all()) else (mask == 0).sum(dim=1)
         window = decoder.window
         self.slides = window is not None and window.policy == "reindex" and capacity > window.size
         size = None if window is None or window.policy == "reindex" else window.size
         places = self.stack.places
         longest = min(capacity, window.size) if self.slides and window is not None else capacity
-        if places is not None and longest > len(places):
-            raise ValueError(f"{capacity} tokens outgrow the model's {len(places)} learned positions; give a window")
+        ahead = 0 if pinned is None or pinned.entries is None else pinned.entries.shape[1]
+        if places is not None and ahead + longest > len(places):
+            raise ValueError(
+                f"{ahead + capacity} tokens outgrow the model's {len(places)} learned positions; give a window"
+            )
         # Twice the window while a prompt is read, in pieces of W; exactly W from the first single token on.
-        self.ring = _ring(self.stack, rows, longest, size, padding, ahead=size or 0)
+        self.ring = _ring(self.stack, rows, longest, size, padding, ahead=size or 0, goal=pinned)
         # Where a sliding window has to be encoded anew: its tokens (B, <= W), and their terms where these differ.
         self.text: Tensor | None = None
         self.terms: Tensor | None = None
         self.film: Any = None
         self.tracked: Tracked | None = None
-        if goal is None:
+        if goal is None or goal.goal is None:
             return
         if dynamic:
             assert decoder.maps is not None
@@ -233,10 +239,19 @@ class Rollout:
         return self.ring.nbytes() + (0 if self.tracked is None else self.read.nbytes())
 
 
-def _ring(stack: Stack, rows: int, capacity: int, size: int | None, padding: Tensor | None, *, ahead: int) -> Ring:
+def _ring(
+    stack: Stack,
+    rows: int,
+    capacity: int,
+    size: int | None,
+    padding: Tensor | None,
+    *,
+    ahead: int,
+    goal: LatentState | None = None,
+) -> Ring:
     if size is None or capacity <= size:
-        return Ring(stack, rows=rows, capacity=capacity, padding=padding)
-    return Ring(stack, rows=rows, capacity=min(capacity, size + ahead), size=size, padding=padding)
+        return Ring(stack, rows=rows, capacity=capacity, padding=padding, goal=goal)
+    return Ring(stack, rows=rows, capacity=min(capacity, size + ahead), size=size, padding=padding, goal=goal)
 
 
 def _run(stack: Stack, ids: Tensor, ring: Ring, **options: Any) -> Tensor:

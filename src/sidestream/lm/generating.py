@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from sidestream.lm.cache import CACHE_NAME, LatentCache, Window, take_cache
+from sidestream.lm.cache import CACHE_NAME, LatentCache, take_cache
+from sidestream.lm.window import Window
 
 _GUESSING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
@@ -75,7 +76,7 @@ def generate(
     with cache.continued_by(input_ids, options.get("attention_mask"), copies(model.lm, options)):
         if goal is not None:
             with torch.no_grad():
-                cache.latent = model._start(goal, goal_attention_mask, input_ids)
+                model._begin(cache, model._start(goal, goal_attention_mask, input_ids))
         return model.lm.generate(input_ids, **options, **{CACHE_NAME: cache})
 
 
@@ -149,7 +150,8 @@ def copies(lm: PreTrainedModel, options: dict[str, Any]) -> int:
 
 def carries_goal(cache: Any) -> bool:
     """Whether a cache brings a goal's state with it."""
-    return isinstance(cache, LatentCache) and cache.latent is not None and cache.latent.goal is not None
+    latent = cache.latent if isinstance(cache, LatentCache) else None
+    return latent is not None and (latent.goal is not None or latent.keys is not None)
 
 
 def check_tokenizer(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -164,11 +164,14 @@ class Stack:
         batch, length = ids.shape
         hidden = self.tokens[ids.flatten()]  # (B * T, D)
         positions = ring.positions(length)  # (B or 1, T)
-        rotation = None
+        rotation = near = None
         if self.places is not None:
             hidden = (hidden.view(batch, length, -1) + self.places[positions]).flatten(0, 1)
         else:
             rotation = self._rotation(hidden, positions)
+            left = ring.left(length)
+            # The goal stands still and the query moves back: the same distance as with the goal moved along.
+            near = None if left is None else self._rotation(hidden, positions - left)
         spans, held, mask = ring.place(length)
         blocks = self.blocks if depth is None else self.blocks[:depth]
         for number, block in enumerate(blocks):
@@ -176,6 +179,7 @@ class Stack:
             qkv = block.qkv(normed).view(batch, length, -1, self.head_width)
             query, key, value = qkv.split((self.heads, self.key_heads, self.key_heads), dim=2)
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # (B, H, T, D / H)
+            back = None if near is None else _rotate(query, near)
             if rotation is not None:
                 query, key = _rotate(query, rotation), _rotate(key, rotation)
             keys, values = ring.keys[number], ring.values[number]
@@ -187,16 +191,20 @@ class Stack:
             if number == len(blocks) - 1 and length > 1:
                 # What follows is needed at the last token alone.
                 query, hidden = query[:, :, -1:], hidden.view(batch, length, -1)[:, -1]
+                back = None if back is None else back[:, :, -1:]
                 seen, length = None if mask is None else mask[..., -1:, :], 1
                 second = tuple(part if part is None or part.dim() == 1 else part[:, -1:] for part in second)
-            found = F.scaled_dot_product_attention(
-                query,
-                keys[:, :, :held],
-                values[:, :, :held],
-                attn_mask=seen,
-                scale=block.scaling,
-                enable_gqa=self.heads != self.key_heads,
-            )
+            if back is None:
+                found = F.scaled_dot_product_attention(
+                    query,
+                    keys[:, :, :held],
+                    values[:, :, :held],
+                    attn_mask=seen,
+                    scale=block.scaling,
+                    enable_gqa=self.heads != self.key_heads,
+                )
+            else:
+                found = _two_parts(query, back, keys[:, :, :held], values[:, :, :held], ring.ahead, seen, block.scaling)
             found = found.transpose(1, 2).reshape(batch * length, -1)
             if number == len(blocks) - 1 and wanted is not None:
                 found, hidden = found[wanted], hidden[wanted]
@@ -235,6 +243,19 @@ class Stack:
         half = sin.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+def _two_parts(
+    query: Tensor, back: Tensor, keys: Tensor, values: Tensor, ahead: int, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attention to a goal's entries, the first `ahead`, by one query and to the text by another, in one softmax."""
+    groups = query.shape[1] // keys.shape[1]
+    turned = keys.transpose(-1, -2)[:, :, None]  # (B, H, 1, D / H, columns)
+    parts = [part.unflatten(1, (-1, groups)) for part in (back, query)]
+    scores = torch.cat([parts[0] @ turned[..., :ahead], parts[1] @ turned[..., ahead:]], dim=-1) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, :, None], float("-inf"))
+    return (scores.softmax(dim=-1) @ values[:, :, None]).flatten(1, 2)
 
 
 def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -278,30 +299,59 @@ def _llama_block(block: Any, rows: int) -> Block:
 
 
 class Ring:
-    """Keys and values in fixed buffers: column c of the text lies in slot c modulo the capacity.
+    """Keys and values in fixed buffers: column c of the text lies in slot c modulo the capacity, behind a goal's.
 
     Args:
         stack: whose keys and values.
         rows: B.
-        capacity: slots.
+        capacity: slots for text.
         size: W, columns a token sees, itself included; None for all, and then the text must fit the capacity.
         padding: (B,) columns at the head of each row that are padding; None for none.
+        goal: a state with a pinned goal of B rows, whose entries lie in the first slots.
     """
 
     def __init__(
-        self, stack: Stack, *, rows: int, capacity: int, size: int | None = None, padding: Tensor | None = None
+        self,
+        stack: Stack,
+        *,
+        rows: int,
+        capacity: int,
+        size: int | None = None,
+        padding: Tensor | None = None,
+        goal: LatentState | None = None,
     ) -> None:
         device, dtype = stack.second_weights.device, stack.second_weights.dtype
-        shape = (len(stack.blocks), rows, stack.key_heads, capacity, stack.head_width)
+        self.goal = goal if goal is not None and goal.keys is not None else None
+        self.ahead = 0
+        self.entries: Tensor | None = None  # (B, M), where rows have goals of different lengths
+        self.counts: Tensor | int = 0
+        if self.goal is not None:
+            assert self.goal.entries is not None
+            self.ahead = self.goal.entries.shape[1]
+            self.counts = self.goal.entries.sum(dim=1, keepdim=True)
+            self.entries = None if bool(self.goal.entries.all()) else self.goal.entries.bool()
+        shape = (len(stack.blocks), rows, stack.key_heads, self.ahead + capacity, stack.head_width)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+        if self.goal is not None:
+            assert self.goal.keys is not None and self.goal.values is not None
+            self.keys[:, :, :, : self.ahead] = self.goal.keys.transpose(0, 1)
+            self.values[:, :, :, : self.ahead] = self.goal.values.transpose(0, 1)
         self.capacity, self.size, self.padding = capacity, size, padding
         self.seen = 0
 
     def positions(self, count: int) -> Tensor:
         """(B or 1, count) positions of the next tokens, padding not counted."""
         columns = torch.arange(self.seen, self.seen + count, device=self.keys.device)
-        return columns[None] if self.padding is None else (columns - self.padding[:, None]).clamp(min=0)
+        own = columns[None] if self.padding is None else (columns - self.padding[:, None]).clamp(min=0)
+        return own + self.counts
+
+    def left(self, count: int) -> Tensor | None:
+        """(B or 1, count) tokens that have left the window of each of the next tokens, where a goal has to know."""
+        if self.goal is None or self.size is None or self.seen + count <= self.size:
+            return None
+        columns = torch.arange(self.seen, self.seen + count, device=self.keys.device) - self.size + 1
+        return (columns[None] if self.padding is None else columns - self.padding[:, None]).clamp(min=0)
 
     def place(self, count: int) -> tuple[list[tuple[int, int, int]], int, Tensor | None]:
         """Make room for the next tokens.
@@ -316,34 +366,41 @@ class Ring:
         while begin < count:
             slot = (self.seen + begin) % self.capacity
             end = min(count, begin + self.capacity - slot)
-            spans.append((begin, end, slot))
+            spans.append((begin, end, self.ahead + slot))
             begin = end
         first, self.seen = self.seen, self.seen + count
         held = min(self.seen, self.capacity)
         size = held if self.size is None else self.size
         loose = held > size  # more columns are held than a token may see
-        if count == 1 and self.padding is None and not loose:
-            return spans, held, None
+        if count == 1 and self.padding is None and self.entries is None and not loose:
+            return spans, self.ahead + held, None
         last = self.seen - 1
         columns = last - (last - torch.arange(held, device=self.keys.device)) % self.capacity  # what each slot holds
         queries = torch.arange(first, self.seen, device=self.keys.device)[:, None]
         mask = columns <= queries
         if loose:
             mask &= columns > queries - size
-        if self.padding is None:
-            return spans, held, mask[None, None]
-        # A padding query sees nothing else; without itself its softmax would be NaN.
-        visible = (columns >= self.padding[:, None])[:, None, None]
-        return spans, held, (mask[None, None] & visible) | (columns == queries)
+        seen = mask[None, None]
+        if self.padding is not None:
+            # A padding query sees nothing else; without itself its softmax would be NaN.
+            visible = (columns >= self.padding[:, None])[:, None, None]
+            seen = (seen & visible) | (columns == queries)
+        if self.ahead:
+            ahead = torch.ones(1, self.ahead, dtype=torch.bool, device=seen.device)
+            ahead = (ahead if self.entries is None else self.entries)[:, None, None].expand(-1, 1, count, -1)
+            rows = max(len(ahead), len(seen))
+            seen = torch.cat([ahead.expand(rows, -1, -1, -1), seen.expand(rows, -1, -1, -1)], dim=-1)
+        return spans, self.ahead + held, seen
 
     def tightened(self, stack: Stack) -> Ring:
         """The same text in a ring of exactly W slots, where single tokens need no mask."""
         assert self.size is not None
-        tight = Ring(stack, rows=self.keys.shape[1], capacity=self.size, size=self.size, padding=self.padding)
-        columns = torch.arange(max(0, self.seen - self.size), self.seen, device=self.keys.device)
-        slots = columns % self.size
-        tight.keys[:, :, :, slots] = self.keys[:, :, :, columns % self.capacity]
-        tight.values[:, :, :, slots] = self.values[:, :, :, columns % self.capacity]
+        rows, size = self.keys.shape[1], self.size
+        tight = Ring(stack, rows=rows, capacity=size, size=size, padding=self.padding, goal=self.goal)
+        columns = torch.arange(max(0, self.seen - size), self.seen, device=self.keys.device)
+        slots, old = self.ahead + columns % size, self.ahead + columns % self.capacity
+        tight.keys[:, :, :, slots] = self.keys[:, :, :, old]
+        tight.values[:, :, :, slots] = self.values[:, :, :, old]
         tight.seen = self.seen
         return tight
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.blocks import takes, text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache, positions_of
+from sidestream.lm.cache import CACHE_NAME, LatentCache
 from sidestream.lm.layout import UNSCORED, pad_left
+from sidestream.lm.masks import positions_of
 from sidestream.lm.reading import Goal
 from sidestream.lm.terms import InForce, check_checkpointing
 

@@ -156,6 +156,12 @@ def disable_checkpointing(lm: PreTrainedModel) -> None:
         lm.gradient_checkpointing_disable()
 
 
+def checkpoints(lm: PreTrainedModel) -> bool:
+    """Whether the next forward keeps no activations, and so no cache."""
+    on = any(getattr(module, "gradient_checkpointing", False) is True for module in lm.modules())
+    return on and lm.training and torch.is_grad_enabled()
+
+
 def check_checkpointing(lm: PreTrainedModel, cache: Any) -> None:
     """Refuse what would give wrong gradients without an error.
 
