@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sidestream.channels import mean_pool
 from sidestream.lm.blocks import decoder_blocks
+from sidestream.lm.chat import ChatTemplate
 from sidestream.lm.reading import check_goals
 from sidestream.lm.reading import goal_ids as padded
 
@@ -109,11 +110,9 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     """Messages to text in the model's own form; None where it has none."""
-    if not tokenizer.chat_template:
-        return None
-    return lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)
+    return ChatTemplate(tokenizer) if tokenizer.chat_template else None
 
 
 def offsets(tokenizer: PreTrainedTokenizerBase, *, special: bool) -> Any:
