@@ -8,6 +8,7 @@ it has them, are taken instead.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
@@ -80,12 +81,24 @@ class _Asked:
         self._template = template
         self._rich = hasattr(template, "blocks")
         self._tools = [dict(tool) for tool in tools] or None
-        self.opening: str = getattr(template, "opening", "")
         self.marks: tuple[str, ...] = getattr(template, "marks", ())
 
     def __call__(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         plain = [dict(message) for message in messages]
         return self._template(plain, tools=self._tools, prompt=prompt) if self._rich else self._template(plain)
+
+    @cached_property
+    def opening(self) -> str:
+        """What stands before an answer, as the template opens one, else as it writes an earlier one."""
+        opened = getattr(self._template, "opening", "")
+        if opened:
+            return opened
+        asked, mark = {"role": "user", "content": "x"}, "qzxyxzq"
+        before, later = self.tried([asked]), self.tried([asked, {"role": ASSISTANT, "content": mark}, asked])
+        if before is None or later is None or not later.startswith(before):
+            return ""
+        header = later.removeprefix(before).partition(mark)[0]
+        return header if header.strip() else ""
 
     def tried(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
         """The rendering, or None where the template does not take the messages."""
@@ -283,9 +296,23 @@ def _begin(ask: _Asked, said: Sequence[Message], text: str, number: int, content
     if not ask.opening or text.endswith(ask.opening, 0, content):
         return content
     before = ask.tried(said[:number], prompt=True)
-    if before is None or not text.startswith(before) or len(before) > content:
-        return content
-    return _skip(text, len(before), content)
+    whole = before is not None and text.startswith(before) and before.endswith(ask.opening)
+    opened = len(before) if before is not None and whole else _opened(ask, said, text, number)
+    return content if opened is None or opened > content else _skip(text, opened, content)
+
+
+def _opened(ask: _Asked, said: Sequence[Message], text: str, number: int) -> int | None:
+    """Where the opening of an answer ends in what the template writes between a message and the one before it: for
+    templates that show the last turn otherwise than earlier ones."""
+    if not number or not ask.opening:
+        return None
+    marks = _sentinels(text, 2)
+    both = _around(ask.tried(_marked(said, {number - 1: marks[0], number: marks[1]})), marks)
+    one = _around(ask.tried(_marked(said, {number - 1: marks[0]})), marks[:1])
+    if both is None or one is None or ask.opening not in both[1] or not text.endswith(one[1]):
+        return None
+    header, behind = both[1].partition(ask.opening)[0] + ask.opening, len(text) - len(one[1])
+    return behind + len(header) if text.startswith(header, behind) else None
 
 
 def _skip(text: str, at: int, limit: int) -> int:
@@ -298,7 +325,8 @@ def _added(ask: _Asked, said: Sequence[Message], text: str, number: int, mark: s
     """Where the turn begins behind the rendering of the turns before it and the header of an answer."""
     before = ask.tried(said[:number], prompt=True) if number else ""
     if before is None or not text.startswith(before):
-        return None
+        opened = _opened(ask, said, text, number)
+        return None if opened is None else _skip(text, opened, len(text))
     if number and ask.opening and before.endswith(ask.opening):
         return _skip(text, len(before), len(text))
     # Nothing opens an answer: its header is what stands before a mark in its place, as the last turn or an earlier one.
