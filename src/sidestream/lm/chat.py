@@ -32,7 +32,7 @@ class ChatTemplate:
             Exception: whatever the template raises at messages that it does not take.
         """
         made = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt
+            _present(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt
         )
         return str(made)
 
@@ -46,7 +46,7 @@ class ChatTemplate:
         if not _GENERATION.search(source):
             return None
         _, found = render_jinja_template(
-            conversations=[list(messages)],
+            conversations=[_present(messages)],
             tools=list(tools) if tools else None,  # type: ignore[arg-type]
             chat_template=source,
             return_assistant_tokens_mask=True,
@@ -75,3 +75,8 @@ class ChatTemplate:
     def eos(self) -> str | None:
         """The tokenizer's end of text."""
         return self._tokenizer.eos_token
+
+
+def _present(messages: Messages) -> list[dict[str, Any]]:
+    """The messages without fields that are None, as newer releases of transformers hand them to a template."""
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
