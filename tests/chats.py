@@ -1,4 +1,4 @@
-"""Chat templates in the shape of public families, each with the same text written by hand: pieces, and who wrote them."""
+"""Chat templates in the shape of public families, each with its text written by hand: pieces, and whose they are."""
 
 import json
 from collections.abc import Callable
@@ -50,7 +50,8 @@ CHATML = (
 chatml = turns(lambda role: f"<|im_start|>{role}\n", "<|im_end|>")
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # The mark that ends a turn stands outside of the block.
@@ -73,8 +74,8 @@ LLAMA_TOOLS = (
     "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
     "{% set call = m.tool_calls[0].function %}<|start_header_id|>assistant<|end_header_id|>\n\n"
     '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eom_id|>'
-    "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 ALTERNATE = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -85,8 +86,8 @@ MISTRAL = "{{ '<s>' }}" + ALTERNATE + (
     "{{ m['content'] }}</s>{% endif %}{% endfor %}"
 )  # fmt: skip
 MISTRAL_TOOLS = (
-    "{{ '<s>' }}{% set ns = namespace(k=0) %}{% for m in messages %}{% if m.role == 'user' or m.role == 'assistant' and "
-    "not m.tool_calls %}{% if (m.role == 'user') != (ns.k % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{{ '<s>' }}{% set ns = namespace(k=0) %}{% for m in messages %}{% if m.role == 'user' or m.role == 'assistant' "
+    "and not m.tool_calls %}{% if (m.role == 'user') != (ns.k % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
     "{% endif %}{% set ns.k = ns.k + 1 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}[INST] "
     "{{ m.content }}[/INST]{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
     "{{ raise_exception('ids have nine characters') }}{% endif %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]"
@@ -97,16 +98,19 @@ GEMMA = (
     "{{ '<bos>' }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     + ALTERNATE
     + "{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
-    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 THOUGHTS = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{% set thought = '' %}"
-    "{% set said = m.content %}{% if '</think>' in said %}{% set thought = said.split('</think>')[0].split('<think>')[-1] %}"
+    "{% set said = m.content %}{% if '</think>' in said %}"
+    "{% set thought = said.split('</think>')[0].split('<think>')[-1] %}"
     "{% set said = said.split('</think>')[-1] %}{% endif %}<|im_start|>assistant\n"
     "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n"
     "{{ said.strip() }}{% else %}{{ said.strip() }}{% endif %}<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content | trim }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ m.content | trim }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 GLM = (
     "[gMASK]<sop>{% for m in messages %}<|{{ m['role'] if m['role'] != 'tool' else 'observation' }}|>\n"
@@ -134,7 +138,8 @@ VICUNA = (
     "{% if add_generation_prompt %} ASSISTANT:{% endif %}"
 )
 WORDS = (
-    "{% for m in messages %}{{ m['role'] | title }}: {{ m['content'] | trim }}{{ '' if loop.last else '\n\n' }}{% endfor %}"
+    "{% for m in messages %}{{ m['role'] | title }}: {{ m['content'] | trim }}{{ '' if loop.last else '\n\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}\n\nAssistant:{% endif %}"
 )
 DEEPSEEK = (
@@ -265,9 +270,7 @@ FAMILIES = {
     "mistral_tools": Family(MISTRAL_TOOLS, mistral_tools, system=False, alternates=True),
     "gemma": Family(
         GEMMA,
-        turns(
-            lambda role: f"<start_of_turn>{role.replace('assistant', 'model')}\n", "<end_of_turn>", start="<bos>"
-        ),
+        turns(lambda role: f"<start_of_turn>{role.replace('assistant', 'model')}\n", "<end_of_turn>", start="<bos>"),
         system=False,
         alternates=True,
     ),

@@ -1,6 +1,7 @@
 """Which characters of a chat are scored: the assistant's and the end of its turns, in every family of templates."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ TEXTS = st.one_of(
 TURN = st.tuples(TEXTS, TEXTS, st.booleans(), TEXTS)
 
 
-def made_tokenizer(template, marks=MARKS, eos=EOS):
+def made_tokenizer(template, marks=MARKS, eos: str | None = EOS):
     """Bytes, and one token for each mark."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={x: k for k, x in enumerate(alphabet)}, merges=[]))
@@ -98,8 +99,11 @@ def chars(messages, template, **more):
     return [text[start:stop] for start, stop in spans]
 
 
-def said(*answers, role="assistant"):
-    return [x for k, a in enumerate(answers) for x in ({"role": "user", "content": f"q{k}"}, {"role": role, "content": a})]
+def said(*answers):
+    made: list[dict[str, Any]] = []
+    for number, answer in enumerate(answers):
+        made += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": answer}]
+    return made
 
 
 def test_the_check_sees_what_a_search_in_the_text_would_do():
@@ -154,12 +158,14 @@ CALLS = [
 ]
 QWEN_CALLS = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' }}"
     "{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 STRING_CALLS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<Bot>{% if m.content is not defined %}{% for c in m.tool_calls %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<Bot>{% if m.content is not defined %}"
+    "{% for c in m.tool_calls %}"
     "{{ c.function.name + ' ' + c.function.arguments }};{% endfor %}{% else %}{{ m.content }}{% endif %}<|end|>"
     "{% else %}<User>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<Bot>{% endif %}"
 )
@@ -172,10 +178,14 @@ def test_calls_go_to_the_templates_that_show_them_and_are_text_of_the_turn_elsew
     tools = ({"type": "function", "function": {"name": "weather", "parameters": {}}},)
     qwen = chat_template(made_tokenizer(QWEN_CALLS))
     first, second = chars(both, qwen, tools=tools)
-    assert first == (
-        '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n<tool_call>\n'
-        '{"name": "time", "arguments": {}}\n</tool_call><|im_end|>'
-    ) and second == "Sunny.<|im_end|>"
+    assert (
+        first
+        == (
+            '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n<tool_call>\n'
+            '{"name": "time", "arguments": {}}\n</tool_call><|im_end|>'
+        )
+        and second == "Sunny.<|im_end|>"
+    )
     text, _ = scored_text(record(both, tools=tools), qwen)
     assert text.startswith("<|im_start|>system\n{") and "weather" in text.split("<|im_end|>")[0]
     # One that joins texts takes arguments as text, and no content where there is none.
@@ -187,7 +197,7 @@ def test_calls_go_to_the_templates_that_show_them_and_are_text_of_the_turn_elsew
         assert json.loads(shown.partition("<|")[0]) == CALLS
     for answer, template in (("Zürich", qwen), ('{"city":"Zürich"}', qwen), ("Zürich", TEMPLATES["chatml"])):
         found = scored_text(GoalRecord("f:1", "g", None, tuple(messages), answer), template)
-        (start, stop), = found.spans
+        ((start, stop),) = found.spans
         assert found.text[start:stop] in (answer, '{"city": "Zürich"}', "Z\\u00fcrich", "Z\\\\u00fcrich")
 
 

@@ -170,7 +170,7 @@ def _unheard_ends(records: list[Any], lm: Any, tokenizer: Any) -> str:
     said = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in stops) or "nothing"
     return (
         f"note: the answers of these chats end in {named}, and the model's generation_config stops at {said}: generate "
-        f"would go on after an answer. Set \"eos_token_id\": {sorted({*stops, *ends})} in generation_config.json beside "
+        f'would go on after an answer. Set "eos_token_id": {sorted({*stops, *ends})} in generation_config.json beside '
         "the model"
     )
 

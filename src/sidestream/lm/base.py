@@ -110,8 +110,8 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
-    """Messages to text in the model's own form; None where it has none."""
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Messages to text in the model's own form, a `ChatTemplate`; None where it has none."""
     return ChatTemplate(tokenizer) if tokenizer.chat_template else None
 
 

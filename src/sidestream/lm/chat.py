@@ -45,12 +45,13 @@ class ChatTemplate:
         source: Any = self._tokenizer.get_chat_template(tools=list(tools) if tools else None)
         if not _GENERATION.search(source):
             return None
+        special: dict[str, Any] = self._tokenizer.special_tokens_map
         _, found = render_jinja_template(
             conversations=[_present(messages)],
             tools=list(tools) if tools else None,  # type: ignore[arg-type]
             chat_template=source,
             return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map,
+            **special,
         )
         return [(int(start), int(stop)) for start, stop in found[0]]  # type: ignore[misc]
 
@@ -74,7 +75,8 @@ class ChatTemplate:
     @property
     def eos(self) -> str | None:
         """The tokenizer's end of text."""
-        return self._tokenizer.eos_token
+        eos = self._tokenizer.eos_token
+        return None if eos is None else str(eos)
 
 
 def _present(messages: Messages) -> list[dict[str, Any]]:

@@ -138,10 +138,7 @@ def plain_calls(calls: Any) -> list[dict[str, Any]] | None:
             return None
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                pass
+            arguments = _json(arguments, arguments)
         rest = {name: call[name] for name in ("id",) if call.get(name) is not None}
         made.append({**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return made or None
@@ -179,9 +176,7 @@ def _called(bare: list[dict[str, Any]], calls: Mapping[int, Any], absent: Any, a
     return made
 
 
-def _shows_calls(
-    bare: list[dict[str, Any]], calls: Mapping[int, Any], absent: Any, as_text: bool, ask: _Asked
-) -> bool:
+def _shows_calls(bare: list[dict[str, Any]], calls: Mapping[int, Any], absent: Any, as_text: bool, ask: _Asked) -> bool:
     """Whether marks in place of names and arguments show, the arguments as JSON."""
     probes = {
         number: [
@@ -449,11 +444,11 @@ def _writings(answer: str) -> Iterator[str]:
             yield json.dumps(once, ensure_ascii=again)[1:-1]
 
 
-def _json(text: str) -> Any:
+def _json(text: str, otherwise: Any = None) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
-        return None
+    except (ValueError, RecursionError):
+        return otherwise
 
 
 def _values(text: str) -> Iterator[tuple[tuple[int, int], Any]]:

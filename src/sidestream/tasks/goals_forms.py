@@ -175,9 +175,12 @@ def _messages(record: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
         past = record.get("history") or []
         if not all(isinstance(text, str) and is_text(text) for text in asked):
             raise ValueError(f"{where}: fields 'instruction' and 'input' must be text")
-        if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, str) for x in pair) for pair in past):
+        if not all(
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, str) for x in pair) for pair in past
+        ):
             raise ValueError(f"{where}: field 'history' must be a list of pairs of texts, question and answer")
-        turns = [{"role": role, "content": x} for pair in past for role, x in zip(("user", ASSISTANT), pair, strict=True)]
+        roles = ("user", ASSISTANT)
+        turns = [{"role": role, "content": text} for pair in past for role, text in zip(roles, pair, strict=True)]
         if asked:
             turns.append({"role": "user", "content": "\n\n".join(asked)})
         return [*opening, *turns, {"role": ASSISTANT, "content": field(record, "output", str, where)}], "output"

@@ -2,8 +2,8 @@
 
 Four formats are read. Official JSONL: `question`, and `answer` with annotations in `<<...>>` and a last line `#### 72`.
 Text of iCoT (arXiv 2405.14838), also GSM8k-Aug's: `question||<<48/2=24>> <<48+24=72>> #### 72`, one problem a line.
-CoCoNuT's JSON (arXiv 2412.06769): `question`, `steps`, `answer`. GSM8k-Aug's table (arXiv 2502.21074): `question`, `cot`,
-`answer`. In the last two a step is an equation, or words, as GSM8k-Aug-NL has them.
+CoCoNuT's JSON (arXiv 2412.06769): `question`, `steps`, `answer`. GSM8k-Aug's table (arXiv 2502.21074): `question`,
+`cot`, `answer`. In the last two a step is an equation, or words, as GSM8k-Aug-NL has them.
 """
 
 import re
@@ -126,7 +126,7 @@ def _record(record: dict[str, object], where: str) -> ReasoningExample:
 
 
 def _split(explanation: str) -> tuple[str, ...]:
-    """The steps of a chain of thought in one text: equations where there is nothing else, else lines, else sentences."""
+    """The steps of a chain of thought in one text: equations where there is nothing else, or lines, or sentences."""
     if not _EQUATION.sub("", explanation).strip():
         return tuple(_EQUATION.findall(explanation))
     lines = explanation.split("\n") if "\n" in explanation.strip() else _SENTENCE.split(explanation)
