@@ -145,6 +145,20 @@ def test_a_weight_of_nothing_is_honoured():
         assert only.startswith("two") and "one" not in only
 
 
+def test_blocks_in_parts_are_taken_as_the_template_has_them():
+    parts = FAMILIES["blocks"].template.replace(
+        "<|im_end|>{% endgen", "{% endgeneration %}{% generation %}<|im_end|>{% endgen"
+    )
+    apart = FAMILIES["blocks"].template.replace(
+        "{% generation %}{{", "{% generation %}hm{% endgeneration %}{{ '\\n' }}{% generation %}{{"
+    )
+    for template, shown in ((parts, ["a<|im_end|>", "<|im_end|>"]), (apart, ["hm", "a<|im_end|>", "hm", "<|im_end|>"])):
+        words = made_tokenizer(template)
+        assert chars(said("a", ""), chat_template(words)) == shown
+        ids, _ = tokens(record(said("a", "")), chat_template(words), offsets(words, special=False))
+        assert words.eos_token_id not in ids
+
+
 def test_an_answer_is_found_in_the_last_turn_that_has_it():
     text, spans = scored_text(
         GoalRecord("f:1", "g", None, tuple(said("a cat", "a dog", "b")), "a"), TEMPLATES["chatml"]

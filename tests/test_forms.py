@@ -248,7 +248,7 @@ def test_a_model_that_is_trained_on_chats_ends_its_turns(tmp_path, capsys):
     words, given = load_tokenizer(base), read_goals(str(data), goal_from="system")
     read = tokens(given[0], chat_template(words), offsets(words, special=False))
     ends = [i for i, scored in zip(read.ids, read.scored, strict=True) if scored]
-    assert ends[-1] == words.eos_token_id and ends.count(words.eos_token_id) == 1
+    assert ends[-1] == words.eos_token_id and words.decode(ends).count("<|im_end|>") == 1
     cli.main(
         ["train", "--full", f"--model={base}", f"--data={data}", f"--out={out}", "--goal_from=system", "--steps=70"]
         + ["--goal_steps=50", "--batch_size=6", "--window=48", "--width=32", "--learning_rate=6e-3", "--base_rate=1.0"]

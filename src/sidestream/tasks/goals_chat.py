@@ -125,6 +125,14 @@ class _Asked:
         like = _LIKE_A_TOKEN.match(text, at)
         return like.end() if like else None
 
+    def last_mark(self, text: str, start: int, stop: int, *, like: bool = True) -> int | None:
+        """Where the token begins that ends at `stop`; None where none does. `like` takes what is written like one."""
+        known = next((mark for mark in self.marks if text.endswith(mark, start, stop)), None)
+        if known is not None:
+            return stop - len(known)
+        found = [found.start() for found in _LIKE_A_TOKEN.finditer(text, start, stop) if found.end() == stop]
+        return found[-1] if found and like else None
+
 
 # ---- tool calls
 
@@ -348,12 +356,9 @@ def _alone(ask: _Asked, said: Sequence[Message], text: str, number: int, mark: s
         stop = len(upto) - len(closing)
         return Turn(start, stop, _end(ask, said, text, number, stop))
     stop = len(upto.rstrip())
-    last = next((mark for mark in ask.marks if upto.endswith(mark, start, stop)), None)
-    if last is None:
-        found = [like for like in _LIKE_A_TOKEN.finditer(upto, start, stop) if like.end() == stop]
-        last = found[-1].group() if found and closing.strip() else None
+    last = ask.last_mark(upto, start, stop, like=bool(closing.strip()))
     if last is not None:
-        return Turn(start, stop - len(last), stop)
+        return Turn(start, last, stop)
     return Turn(start, stop, _end(ask, said, text, number, stop))
 
 
@@ -379,14 +384,14 @@ def _end(ask: _Asked, said: Sequence[Message], text: str, number: int, stop: int
 
 def _blocks(ask: _Asked, said: Sequence[Message], scored: Sequence[int]) -> dict[int, Turn] | None:
     """The template's `{% generation %}` blocks as turns; None where it has none, or they are not told apart."""
-    blocks = ask.blocks(said)
+    blocks = _joined(ask.blocks(said))
     if not blocks:
         return None
     text = ask(said)
     assistants = [number for number, message in enumerate(said) if message["role"] == ASSISTANT]
     marks = _sentinels(text, len(assistants))
     marked = _marked(said, dict(zip(assistants, marks, strict=True)))
-    rendered, places = ask.tried(marked), ask.blocks(marked)
+    rendered, places = ask.tried(marked), _joined(ask.blocks(marked))
     if rendered is not None and places and len(places) == len(blocks) == len(assistants):
         shown = [rendered[start:stop] for start, stop in places]
         if all(mark in inside for mark, inside in zip(marks, shown, strict=True)):
@@ -400,7 +405,24 @@ def _blocks(ask: _Asked, said: Sequence[Message], scored: Sequence[int]) -> dict
             return {number: turns[number] for number in scored}
     if list(scored) != assistants:
         return None
-    return {-1 - k: Turn(start, end, end) for k, (start, end) in enumerate(blocks) if start < end}
+    turns = {}
+    for number, (start, end) in enumerate(blocks):
+        last = ask.last_mark(text, start, start + len(text[start:end].rstrip()))
+        mark, following = ask.mark(text, end), blocks[number + 1][0] if number + 1 < len(blocks) else len(text)
+        closed = mark if last is None and mark is not None and mark <= following else end
+        turns[-1 - number] = Turn(start, end if last is None else last, closed)
+    return turns
+
+
+def _joined(blocks: list[tuple[int, int]] | None) -> list[tuple[int, int]]:
+    """Blocks, those without anything between them as one."""
+    made: list[tuple[int, int]] = []
+    for start, end in blocks or ():
+        if made and made[-1][1] == start:
+            made[-1] = (made[-1][0], end)
+        else:
+            made.append((start, end))
+    return made
 
 
 # ---- an answer inside a turn
