@@ -9,6 +9,7 @@ import pytest
 
 import sidestream
 from sidestream import cli
+from sidestream.commands.train import _unheard_ends
 from sidestream.lm.base import chat_template, load_base, load_tokenizer, offsets
 from sidestream.tasks.goals import read_goals, scored_text, tokens
 from tiny_model import save, tokenizer
@@ -135,7 +136,8 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path, row, goal_from, complaint
 
 
 @pytest.mark.parametrize(
-    "name, value", [("answer_id", "a"), ("answers", ["a"]), ("id", 3), ("final_answer", "a"), ("source", "a")]
+    "name, value",
+    [("answer_id", "a"), ("message", [1]), ("answers", ["a"]), ("id", 3), ("final_answer", "a"), ("source", "a")],
 )
 def test_other_columns_stay_allowed(tmp_path, name, value):
     assert one(tmp_path, {"goal": "g", "trajectory": "x", name: value}).trajectory == "x"
@@ -174,6 +176,7 @@ GOOD = {"goal": "Answer in French \u2028 please 🙂", "trajectory": "Q: 2+2?\nA
         ("list.json", json.dumps([GOOD, GOOD], indent=1), ["[0]", "[1]"]),
         ("wrapped.json", json.dumps({"version": 1, "data": [GOOD, GOOD]}, indent=2), [" data[0]", " data[1]"]),
         ("line.jsonl", json.dumps({"data": [GOOD]}), [" data[0]"]),
+        ("record.jsonl", json.dumps({**GOOD, "data": [{"id": 3}]}), [":1"]),
         ("bom.jsonl", "\ufeff" + json.dumps(GOOD) + "\r\n\r\n" + json.dumps(GOOD) + "\r\n", [":1", ":3"]),
     ],
 )
@@ -280,3 +283,7 @@ def test_train_says_where_generate_would_not_stop(tmp_path, capsys):
         wanted = r"end in '<\|im_end\|>' \(0\), and the model's generation_config {}: generate would go on"
         found = re.search(wanted.format(note), said)
         assert found if note else "generation_config" not in said
+    words = load_tokenizer(base)
+    words.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    words.eos_token = None
+    assert "end in no token of their own" in _unheard_ends(read_goals(str(data)), lm, words)

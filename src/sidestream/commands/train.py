@@ -162,16 +162,25 @@ def _unheard_ends(records: list[Any], lm: Any, tokenizer: Any) -> str:
         read = tokens(record, template, encode)
         after = (*read.scored[1:], False)
         ends |= {token for token, here, on in zip(read.ids, read.scored, after, strict=True) if here and not on}
+    # A turn that ends as the next one's name begins ends in words, at which nothing can stop.
+    marks = ends & (set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder))
     found = getattr(lm.generation_config, "eos_token_id", None)
     stops = [] if found is None else [found] if isinstance(found, int) else list(found)
-    if not ends or ends <= set(stops):
+    if not ends or marks and marks <= set(stops):
         return ""
-    named = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in sorted(ends - set(stops)))
-    said = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in stops) or "nothing"
+
+    def named(ids: Any) -> str:
+        return ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in sorted(ids)) or "nothing"
+
+    if not marks:
+        return (
+            "note: the answers of these chats end in no token of their own, and generate would go on after them; give "
+            "the tokenizer an eos_token"
+        )
     return (
-        f"note: the answers of these chats end in {named}, and the model's generation_config stops at {said}: generate "
-        f'would go on after an answer. Set "eos_token_id": {sorted({*stops, *ends})} in generation_config.json beside '
-        "the model"
+        f"note: the answers of these chats end in {named(marks - set(stops))}, and the model's generation_config stops "
+        f'at {named(stops)}: generate would go on after an answer. Set "eos_token_id": {sorted({*stops, *marks})} in '
+        "generation_config.json beside the model"
     )
 
 

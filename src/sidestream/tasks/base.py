@@ -173,6 +173,18 @@ def text_lines(path: str | Path) -> Iterator[tuple[str, str]]:
 WRAPPERS = ("data", "rows", "records", "examples", "instances", "items")
 """Names under which an object that is a whole file holds its records."""
 
+_RECORD = {
+    "goal",
+    "question",
+    "trajectory",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "output",
+}
+
 
 def json_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file, each after its place: `train.jsonl:12`, a line counted from 1, or `valid.json[3]`, counted
@@ -205,7 +217,7 @@ def _objects(text: str, path: str | Path) -> list[tuple[str, Any]]:
             found = [(where, _parsed(line, where)) for where, line in lines]
     else:
         found = [(where, _parsed(line, where)) for where, line in lines]
-    if len(found) == 1 and isinstance(found[0][1], dict):
+    if len(found) == 1 and isinstance(found[0][1], dict) and not _RECORD & set(found[0][1]):
         for name in WRAPPERS:
             inside = found[0][1].get(name)
             if isinstance(inside, list) and inside and all(isinstance(record, dict) for record in inside):

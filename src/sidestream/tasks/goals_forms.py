@@ -26,7 +26,8 @@ _ROLES = {
     "observation": "tool",
 }
 """ShareGPT's names of roles."""
-_FIELDS = {"goal": str, "trajectory": str, "messages": list, "answer": str, "tools": list}
+_TEXTS = {"trajectory": str, "messages": list}
+_OPTIONAL = {"answer": str, "tools": list}
 _MESSAGE_FIELDS = {"role": str, "content": str, "tool_calls": list, "function_call": dict, "weight": int}
 # What templates read beside role, content and calls.
 _KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
@@ -75,7 +76,7 @@ def goal_record(record: Mapping[str, Any], where: str, goal_from: str | None = N
     has = [name for name in ("trajectory", "messages") if name in rest]
     if len(has) == 2:
         raise ValueError(f"{where}: has both 'trajectory' and 'messages'; give one of them")
-    misspelt(rest, _FIELDS, where)
+    misspelt(rest, _OPTIONAL if has else {**_OPTIONAL, **_TEXTS}, where)
     answer = field(rest, "answer", str, where) if "answer" in rest else None
     if has == ["trajectory"]:
         return _plain(where, goal, field(rest, "trajectory", str, where), answer)
