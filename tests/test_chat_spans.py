@@ -137,6 +137,16 @@ def test_where_no_marker_follows_the_end_of_text_ends_the_answer(family):
     assert chatml.eos_token_id not in ids
 
 
+def test_white_space_that_no_prompt_holds_is_the_models_to_write():
+    for family, short in (("glm", "<|assistant|>"), ("chatml", "<|im_start|>assistant")):
+        whole = FAMILIES[family].template
+        for template, lead in ((whole, ""), (whole.replace(f"{short}\n{{% endif", f"{short}{{% endif"), "Ċ")):
+            words = made_tokenizer(template)
+            ids, scored = tokens(record(said("a")), chat_template(words), offsets(words, special=False))
+            run = words.convert_ids_to_tokens([i for i, s in zip(ids, scored, strict=True) if s])
+            assert "".join(run[:-1]) == f"{lead}a"
+
+
 def test_a_weight_of_nothing_is_honoured():
     messages = said("one", "two", "one")
     messages[1]["weight"] = messages[5]["weight"] = 0

@@ -109,7 +109,7 @@ def scored_text(record: GoalRecord, template: Template | None) -> Scored:
 
 def tokens(record: GoalRecord, template: Template | None, offsets: Offsets) -> Tokens:
     """The trajectory of a record as a model reads it. Where a chat ends in an answer that nothing ends, the tokenizer's
-    end of text follows, and is scored.
+    end of text follows, and is scored; so is white space before an answer that a prompt of the template's lacks.
 
     Raises:
         ValueError: as `scored_text`, and where no token is left to score.
@@ -119,6 +119,9 @@ def tokens(record: GoalRecord, template: Template | None, offsets: Offsets) -> T
     if unended is not None and eos:
         text += eos
         spans = (*(span for span in spans if span[0] < unended), (unended, len(text)))
+    if record.messages and record.answer is None:
+        opening = getattr(template, "opening", "")
+        spans = tuple((_opened(text, start, opening), end) for start, end in spans)
     ids, places = offsets(text)
     scored, span = [], 0
     for begin, end in places:
@@ -128,6 +131,14 @@ def tokens(record: GoalRecord, template: Template | None, offsets: Offsets) -> T
     if not any(scored):
         raise ValueError(f"{record.where}: no token to score: the text is too short")
     return Tokens(tuple(ids), tuple(scored))
+
+
+def _opened(text: str, start: int, opening: str) -> int:
+    """Where the opening of an answer ends, if there is only white space between it and `start`; else `start`."""
+    at = start
+    while at and not text.endswith(opening, 0, at) and text[at - 1].isspace():
+        at -= 1
+    return at if text.endswith(opening, 0, at) else start
 
 
 def _read(record: GoalRecord, template: Template | None) -> tuple[Scored, int | None]:
