@@ -141,8 +141,9 @@ def _goal(record: dict[str, Any], where: str, goal_from: str | None) -> tuple[An
 def _system_field(record: Mapping[str, Any]) -> bool:
     """Whether `system` is a field of the record's, and no message is."""
     turns = next((record[name] for name in ("messages", "conversations", "prompt") if name in record), None)
-    roles = [turn.get("role", turn.get("from")) for turn in turns or () if isinstance(turn, dict)]
-    return isinstance(record.get(SYSTEM), str) and not {SYSTEM, "developer"} & set(roles)
+    given = turns if isinstance(turns, list) else []
+    roles = [turn.get("role", turn.get("from")) for turn in given if isinstance(turn, dict)]
+    return isinstance(record.get(SYSTEM), str) and SYSTEM not in roles and "developer" not in roles
 
 
 def _plain(where: str, goal: Any, text: str, answer: str | None) -> GoalRecord:
@@ -215,7 +216,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     message = _without_none(message)
     if "from" in message and "role" not in message:  # ShareGPT
         role, content = message["from"], message.get("value")
-        role = _ROLES.get(role, role) if isinstance(role, str) else role
+        role = _ROLES.get(role, role) if isinstance(role, str) else None
     else:
         role, content = message.get("role"), message.get("content")
         misspelt(message, _MESSAGE_FIELDS, where)
