@@ -368,7 +368,8 @@ def test_files_take_the_place_of_generators(tmp_path):
     form = models.form("gsm8k")
     assert form.lines and form.decode(models.encoded("gsm8k", "test")[0].answer) == "### 7"
     assert models.scores("gsm8k", [form.encode(e).answer for e in models.examples("gsm8k", "test")]) == {
-        "accuracy": [1.0, 1.0, 1.0]
+        "accuracy": [1.0, 1.0, 1.0],
+        "number": [1.0, 1.0, 1.0],
     }
     with pytest.raises(ValueError, match="must hold one file gsm8k_valid"):
         models.examples("gsm8k", "valid")

@@ -108,7 +108,8 @@ def spans(record, words):
 def test_messages_go_through_the_chat_template_and_the_assistant_is_scored(tmp_path, words):
     record = read_goals(write(tmp_path / "chat.jsonl", CHAT))[0]
     said, text = spans(record, words)
-    assert said == ["Where to?", '[{"name": "search", "arguments": "{}"}]', "Oslo at 9."]
+    end = "<|im_end|>"
+    assert said == [f"Where to?{end}", f'[{{"name": "search", "arguments": "{{}}"}}]{end}', f"Oslo at 9.{end}"]
     assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWhere to?")
     answered = read_goals(write(tmp_path / "chat.jsonl", {**CHAT, "answer": "Oslo"}))[0]
     text, found = scored_text(answered, chat_template(words))

@@ -40,9 +40,9 @@ def test_plain_equations_are_right_to_one_percent() -> None:
 def test_gold_scores_one_and_a_wrong_answer_zero() -> None:
     for example in [*TRAIN, *TEST, *ICOT_VALID]:
         steps = "\n".join(example.steps)
-        assert score(example, f"{steps}\n### {example.answer}").values == {"accuracy": 1, "steps": 1}
-        assert score(example, f"{steps}\n### {example.answer}1").values == {"accuracy": 0, "steps": 1}
-        assert score(example, f"<<1+1=2>>\n### {example.answer}").values == {"accuracy": 1, "steps": 0}
+        assert score(example, f"{steps}\n### {example.answer}").values == {"accuracy": 1, "number": 1, "steps": 1}
+        assert score(example, f"{steps}\n### {example.answer}1").values == {"accuracy": 0, "number": 0, "steps": 1}
+        assert score(example, f"<<1+1=2>>\n### {example.answer}").values == {"accuracy": 1, "number": 1, "steps": 0}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,67 @@ def test_commas_never_decide(number: int) -> None:
     example = ReasoningExample("?", ("",), f"{number:,}")
     assert score(example, f"### {number}").values["accuracy"] == 1
     assert score(example, f"### {number + 1:,}").values["accuracy"] == 0
+
+
+@pytest.mark.parametrize(
+    "gold, said, right",
+    [
+        ("2", "2.0", True),
+        ("1000", "$1,000", True),
+        ("1,000", "1000.00", True),
+        ("1000", "1000.", True),
+        ("-3", "−$3", True),
+        ("0.5", ".50", True),
+        ("1000", "1,00,0.0", False),
+        ("1000", "1000 blocks", False),
+        ("1000", "1,000.1", False),
+        ("3", "-3", False),
+        ("2", "٢.0", True),
+        ("3", "$", False),
+        ("3", "", False),
+        ("1/2", "1/2", True),
+    ],
+)
+def test_a_number_is_what_it_is_beside_the_papers_strict_score(gold: str, said: str, right: bool) -> None:
+    found = score(ReasoningExample("?", ("",), gold), f"### {said}").values
+    assert found["number"] == right
+    assert found["accuracy"] == (said.replace(",", "") == gold.replace(",", ""))
+
+
+def test_coconuts_json_and_steps_in_words_are_read_too(tmp_path: Path) -> None:
+    write_jsonl(TEST, tmp_path / "lines.jsonl")
+    assert read(tmp_path / "lines.jsonl") == TEST
+    (tmp_path / "list.json").write_text(json.dumps([example.row() for example in TEST], indent=1))
+    assert read(tmp_path / "list.json") == TEST
+    words = "Ann has 3.5 kg.\nShe eats 1 kg, so 3.5 - 1 = <<3.5-1=2.5>>2.5 kg are left."
+    rows = [
+        {"question": "How many?", "steps": ["Ann has 3.5 kg.", "She eats\n1 kg."], "answer": "2.5"},
+        {"question": "How many?", "steps": [], "answer": 2},
+        {"question": "How many?", "cot": words, "answer": "2.5"},
+        {"question": "How many?", "cot": words.replace("\n", " "), "answer": "#### 2.5"},
+        {"question": "How many?", "cot": "<<16-3-4=9>> <<9*2=18>>", "answer": "18"},
+        {"question": "How many?", "cot": "", "answer": "18"},
+    ]
+    (tmp_path / "words.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    found = read(tmp_path / "words.jsonl")
+    assert found[0].steps == ("Ann has 3.5 kg.", "She eats 1 kg.") and found[0].answer == "2.5"
+    assert found[1] == ReasoningExample("How many?", ("",), "2")
+    assert found[2].steps == found[3].steps == tuple(words.split("\n")) and found[3].answer == "2.5"
+    assert found[4].steps == TEST[0].steps and found[5].steps == ("",)
+    assert score(found[0], "Ann has 3.5 kg.\nShe eats 1 kg.\n### 2.50").values == {
+        "accuracy": 0,
+        "number": 1,
+        "steps": 1,
+    }
+    for bad, said in (
+        ({"question": "?", "steps": "x", "answer": "1"}, "field 'steps' must be a list"),
+        ({"question": "?", "steps": ["x"]}, "field 'answer' is missing"),
+        ({"question": "?", "steps": [1], "answer": "1"}, "list of texts"),
+        ({"question": "?", "cot": "x", "answer": "1\n2"}, "field 'answer' must be one line"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(f"{official()}\n{json.dumps(bad)}\n")
+        with pytest.raises(ValueError, match=rf"bad\.jsonl:2: .*{said}"):
+            read(tmp_path / "bad.jsonl")
 
 
 def test_held_out_questions_do_not_depend_on_order_and_do_not_train() -> None:

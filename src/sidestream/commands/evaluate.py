@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sidestream.commands.options import Options, command_parser, parsed
+from sidestream.commands.options import GOAL_FROM, Options, command_parser, parsed
 from sidestream.papers.experiment import provenance, write_whole
 from sidestream.tasks.goals import goals_hash, read_goals, tokens
 
@@ -26,6 +26,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "base": (str | None, None, "the base model, where it is no longer where the file says"),
         "data": (str | None, None, "file, glob or hub:owner/name[:config]"),
         "split": (str, "test", "which split of a hub data set"),
+        "goal_from": (str | None, None, GOAL_FROM),
         "window": (int | None, None, "W, the tokens in view; null: as in training"),
         "limit": (int | None, None, "only the first N records"),
         "batch_size": (int, 16, "rows at a time"),
@@ -37,7 +38,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     for name in ("window", "limit", "batch_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise ValueError(f"--{name} is {getattr(given, name)}; it must be at least 1")
-    records = read_goals(given.data, split=given.split)[: given.limit]
+    records = read_goals(given.data, split=given.split, goal_from=given.goal_from)[: given.limit]
 
     from sidestream.commands.generate import load_run
     from sidestream.evaluation.goals import ARMS, goal_cells, goal_outcomes

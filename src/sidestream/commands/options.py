@@ -10,6 +10,8 @@ from sidestream.tasks.base import is_text
 Options = dict[str, tuple[Any, Any, str]]
 """Name -> type, default, help. `str | None` is text that may be left out."""
 
+GOAL_FROM = "the field that holds the goal, or system: the system message, which leaves the text; null: goal"
+
 
 def command_parser(parser_class: Any, usage: str, about: str, options: Options) -> Any:
     """A parser of `--name value` words; `usage` begins with the command."""

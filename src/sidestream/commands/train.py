@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sidestream.commands.options import Options, command_parser, parsed
+from sidestream.commands.options import GOAL_FROM, Options, command_parser, parsed
 from sidestream.papers.experiment import from_json, open_run, record_call
-from sidestream.tasks.goals import goals_hash, read_goals
+from sidestream.tasks.goals import goals_hash, read_goals, tokens
 
 USAGE = "sidestream train --model DIR|HUB_ID|FILE.gguf --data FILE.jsonl --out DIR [--lora|--full] [--resume]"
 ABOUT = """Train a goal channel: the model is frozen, its goal becomes one vector that FiLM feeds to every block.
 --data is JSONL: {"goal": text, "trajectory": text} or {"goal": text, "messages": [{"role", "content"}, ...]}, and
-optionally "answer", the span to score. A glob, a .json list, .gz files and hub:owner/name work too. The goal need not
-be in the trajectory: the channel holds it. Stopped at any moment, the same command with --resume goes on."""
+optionally "answer", the span to score. ShareGPT, prompt/completion and Alpaca are read too, and so are a glob, .json,
+.csv, .parquet, .gz files and hub:owner/name; --goal_from says where the goal is. It need not be in the text: the
+channel holds it. Stopped at any moment, the same command with --resume goes on."""
 
 
 def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
@@ -29,6 +30,7 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         "model": (str | None, None, "the base model: a folder, a hub id, a .gguf file, or package:NAME that holds one"),
         "data": (str | None, None, "file, glob or hub:owner/name[:config]"),
         "split": (str, "train", "which split of a hub data set"),
+        "goal_from": (str | None, None, GOAL_FROM),
         "out": (str, "run", "folder for what is trained"),
         "dtype": (str, "float32", "of the frozen base model: float32 or bfloat16"),
         "processes": (int | None, None, "how many torchrun was asked for; null: take what is there"),
@@ -80,7 +82,7 @@ def _train(config: Any, extra: dict[str, Any], command: str) -> int:
     from sidestream.lm.saving import MODEL_FOLDER
     from sidestream.training.finetune import TRAINED, finetune
 
-    records = read_goals(extra["data"], split=extra["split"])
+    records = read_goals(extra["data"], split=extra["split"], goal_from=extra["goal_from"])
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     processes = world if extra["processes"] is None else extra["processes"]
     if processes != world:
@@ -99,7 +101,7 @@ def _train(config: Any, extra: dict[str, Any], command: str) -> int:
     lm = load_base(model_name, dtype=getattr(torch, extra["dtype"])).to(_device())  # type: ignore[arg-type]
     digest = goals_hash(records)
     origin: dict[str, Any] = {}
-    about = _about(records, lm, config, world)
+    about, warning = _about(records, lm, config, world), _unheard_ends(records, lm, tokenizer)
 
     def begin() -> None:
         if rank > 0:
@@ -109,7 +111,7 @@ def _train(config: Any, extra: dict[str, Any], command: str) -> int:
         described = TrainRun(model=model_name, data=extra["data"], data_hash=digest, config=config)
         open_run(out, described, resume=extra["resume"])
         origin.update(record_call(out, command, digest))
-        print(about, file=sys.stderr)
+        print("\n".join(filter(None, (about, warning))), file=sys.stderr)
 
     options: dict[str, Any] = dict(processes=processes, show=rank == 0, begin=begin)
     model = finetune(lm, tokenizer, records, config, out, resume=True, **options)
@@ -122,7 +124,8 @@ def _train(config: Any, extra: dict[str, Any], command: str) -> int:
     facts = {**origin, "model": model_name, "data": extra["data"], "records": len(records), "method": config.method}
     write_card(out, facts, _last_loss(out / TRAINED / "metrics.jsonl"))
     print(f"saved {out}. Next:")
-    print(f"  sidestream eval --model {out} --data {extra['data']}")
+    same = "" if extra["goal_from"] is None else f" --goal_from {extra['goal_from']}"
+    print(f"  sidestream eval --model {out} --data {extra['data']}{same}")
     print(f"  sidestream generate --model {out} --goal '...' --prompt '...' --window {config.window}")
     return 0
 
@@ -147,6 +150,37 @@ def _about(records: list[Any], lm: Any, config: Any, world: int) -> str:
         f"{len(records)} records; {type(lm).__name__}, {count:.1f}M parameters, {trained[config.method]}; {how} on "
         f"{lm.device.type}, {rows} rows each{parts}; {config.steps} steps of {config.batch_size} rows, "
         f"W = {config.window}{follows}"
+    )
+
+
+def _unheard_ends(records: list[Any], lm: Any, tokenizer: Any) -> str:
+    """What to know where answers are trained to end in tokens at which `generate` does not stop; else empty."""
+    from sidestream.lm.base import chat_template, offsets
+
+    template, encode, ends = chat_template(tokenizer), offsets(tokenizer, special=False), set()
+    for record in [record for record in records if record.messages and record.answer is None][:100]:
+        read = tokens(record, template, encode)
+        after = (*read.scored[1:], False)
+        ends |= {token for token, here, on in zip(read.ids, read.scored, after, strict=True) if here and not on}
+    # A turn that ends as the next one's name begins ends in words, at which nothing can stop.
+    marks = ends & (set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder))
+    found = getattr(lm.generation_config, "eos_token_id", None)
+    stops = [] if found is None else [found] if isinstance(found, int) else list(found)
+    if not ends or marks and marks <= set(stops):
+        return ""
+
+    def named(ids: Any) -> str:
+        return ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in sorted(ids)) or "nothing"
+
+    if not marks:
+        return (
+            "note: the answers of these chats end in no token of their own, and generate would go on after them; give "
+            "the tokenizer an eos_token"
+        )
+    return (
+        f"note: the answers of these chats end in {named(marks - set(stops))}, and the model's generation_config stops "
+        f'at {named(stops)}: generate would go on after an answer. Set "eos_token_id": {sorted({*stops, *marks})} in '
+        "generation_config.json beside the model"
     )
 
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from sidestream.channels import mean_pool
+from sidestream.lm.chat import ChatTemplate
 from sidestream.lm.prompts import kept
 from sidestream.lm.reading import check_goals
 from sidestream.lm.reading import goal_ids as padded
@@ -106,10 +107,8 @@ def _first_line(error: Exception) -> str:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Messages to text in the model's own form; None where it has none."""
-    if not tokenizer.chat_template:
-        return None
-    return lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)
+    """Messages to text in the model's own form, a `ChatTemplate`; None where it has none."""
+    return ChatTemplate(tokenizer) if tokenizer.chat_template else None
 
 
 def offsets(tokenizer: PreTrainedTokenizerBase, *, special: bool) -> Any:

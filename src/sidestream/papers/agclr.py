@@ -119,8 +119,8 @@ class LatentExperiment:
     prosqa_data: ProsqaConfig = ProsqaConfig()
     """Problems of `prosqa`, where no file has them."""
     files: str | None = None
-    """Folder with `TASK_train`, `TASK_valid` and `TASK_test` (.json, .jsonl or .txt, plain or gzipped): read in place
-    of generator or hub for each task that has them there."""
+    """Folder with `TASK_train`, `TASK_valid` and `TASK_test` (.json, .jsonl or .txt, plain or gzipped; for gsm8k also
+    .parquet and .csv): read in place of generator or hub for each task that has them there."""
     base: str | None = None
     """A pretrained model, by its name on the hub or its folder; null trains `backbone` from scratch."""
     backbone: Backbone

@@ -33,7 +33,7 @@ SCORERS = {
     "gsm8k": gsm8k.score,
     "hotpotqa": hotpotqa.score,
 }
-METRICS = {"masked": ("accuracy", "last", "early"), "hotpotqa": ("em", "f1")}
+METRICS = {"masked": ("accuracy", "last", "early"), "hotpotqa": ("em", "f1"), "gsm8k": ("accuracy", "number")}
 """What is reported of a task; `accuracy` where it is not named."""
 SHARED = "all_arms"
 """Folder of what arms share."""

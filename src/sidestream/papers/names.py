@@ -104,6 +104,7 @@ METRICS = {
     "accepted": "Sealed goals accepted",
     "certified": "Certified: nothing that near changes the goal",
     "accuracy": "Answer right",
+    "number": "Answer right as a number",
     "em": "Answer, exact match",
     "f1": "Answer, F1",
     "last": "Last value of the answer",

@@ -1,9 +1,12 @@
 """What every task shares: how text becomes ids, what a model sees and must say, what a score is, how files are read."""
 
+import csv
 import gzip
 import hashlib
+import io
 import json
 import random
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,18 +170,110 @@ def text_lines(path: str | Path) -> Iterator[tuple[str, str]]:
             yield f"{path}:{number}", line.rstrip("\r")
 
 
+WRAPPERS = ("data", "rows", "records", "examples", "instances", "items")
+"""Names under which an object that is a whole file holds its records."""
+
+_RECORD = {
+    "goal",
+    "question",
+    "trajectory",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "output",
+}
+
+
 def json_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSON list or of JSON lines, each after its place: `valid.json[3]`, counted from 0, or
-    `train.jsonl:12`, counted from 1. ValueError: not JSON, or not objects."""
+    """The objects of a file, each after its place: `train.jsonl:12`, a line counted from 1, or `valid.json[3]`, counted
+    from 0, in a JSON list, which may be the `data` of an object. ValueError: not JSON, or not objects."""
     text = read_text(path)
     if text.lstrip().startswith("["):
         found = [(f"{path}[{index}]", record) for index, record in enumerate(_parsed(text, str(path), whole=True))]
     else:
-        found = [(where, _parsed(line, where)) for where, line in text_lines(path)]
+        found = _objects(text, path)
     for where, record in found:
         if not isinstance(record, dict):
             raise ValueError(f"{where}: {_shown(record)} is not an object with named fields")
         yield where, record
+
+
+def _objects(text: str, path: str | Path) -> list[tuple[str, Any]]:
+    """JSON lines, or one object over many lines."""
+    lines = list(text_lines(path))
+    if len(lines) > 1 and lines[0][1].strip().startswith("{"):
+        try:
+            _parsed(lines[0][1], lines[0][0])
+        except ValueError as error:
+            # The first line is no record: then the whole is one, or the line is what is wrong.
+            begun = lines[0][1].rstrip().endswith(("{", "[", ","))
+            try:
+                found = [(str(path), _parsed(text, str(path), whole=True))]
+            except ValueError as whole:
+                raise whole if begun else error from None
+        else:
+            found = [(where, _parsed(line, where)) for where, line in lines]
+    else:
+        found = [(where, _parsed(line, where)) for where, line in lines]
+    if len(found) == 1 and isinstance(found[0][1], dict) and not _RECORD & set(found[0][1]):
+        for name in WRAPPERS:
+            inside = found[0][1].get(name)
+            if isinstance(inside, list) and inside and all(isinstance(record, dict) for record in inside):
+                return [(f"{path} {name}[{index}]", record) for index, record in enumerate(inside)]
+    return found
+
+
+TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+def is_table(path: str | Path) -> bool:
+    """Whether a file's name says that it is one of `table_records`."""
+    return Path(str(path).removesuffix(".gz")).suffix.lower() in TABLES
+
+
+def table_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a `.csv`, `.tsv` or `.parquet` file, each after its place, `train.csv[3]`, counted from 0; cells of
+    CSV are text, and an empty one is no field. Needs the package `datasets`.
+
+    Raises ValueError: no such file, the package is missing, or the file cannot be read.
+    """
+    suffix = Path(str(path).removesuffix(".gz")).suffix.lower()
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such file")
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"{path}: {suffix} files are read with the package datasets: pip install 'sidestream[hub]'"
+        ) from None
+    options: dict[str, Any] = {}
+    if TABLES[suffix] == "csv":
+        apart = "\t" if suffix == ".tsv" else ","
+        names = next(csv.reader(io.StringIO(read_text(path)), delimiter=apart), [])
+        # Every cell as it is written: `007` and `NA` are text.
+        text = datasets.Features({name: datasets.Value("string") for name in names})
+        options = {"features": text, "keep_default_na": False, "sep": apart, "encoding": "utf-8-sig"}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            rows = datasets.load_dataset(
+                TABLES[suffix],
+                data_files=str(path),
+                split="train",
+                cache_dir=folder,
+                keep_in_memory=True,
+                **options,
+            )
+        # The library wraps what pandas and pyarrow raise in errors of its own.
+        except Exception as error:
+            cause = error.__cause__ or error
+            said = " ".join(str(cause).split())[:200]
+            raise ValueError(f"{path}: cannot be read as {suffix} ({type(cause).__name__}: {said})") from None
+        found = [dict(row) for row in rows]
+    for index, row in enumerate(found):
+        filled = {name: value for name, value in row.items() if value != ""} if TABLES[suffix] == "csv" else row
+        yield f"{path}[{index}]", filled
 
 
 def _parsed(text: str, where: str, *, whole: bool = False) -> Any:
@@ -193,14 +288,17 @@ def _parsed(text: str, where: str, *, whole: bool = False) -> Any:
             raise ValueError(f"field {twice!r} is given twice")
         return made
 
+    def finite(name: str) -> None:
+        raise ValueError(f"{name} is no JSON value")
+
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=once, parse_constant=finite)
     except json.JSONDecodeError as error:
         place = f"{where}:{error.lineno}" if whole else where
         raise ValueError(f"{place}: not JSON ({error.msg}, column {error.colno})") from None
     except RecursionError:
         raise ValueError(f"{where}: nested too deeply to be read") from None
-    except ValueError as error:  # a field given twice, or a number of thousands of digits
+    except ValueError as error:  # a field given twice, NaN, or a number of thousands of digits
         raise ValueError(f"{where}: {str(error).partition(';')[0]}") from None
 
 

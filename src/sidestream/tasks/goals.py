@@ -1,45 +1,27 @@
-"""Goals and trajectories from a file of the user's: JSONL, a glob of files, or a hub data set, checked before any use.
+"""Goals and trajectories from a file of the user's: JSON, CSV, Parquet, a glob of files, or a hub data set, checked
+before any use.
 
 A record is `{"goal": text, "trajectory": text}` or `{"goal": text, "messages": [{"role": ..., "content": ...}, ...]}`,
 with an optional `"answer"`: a span of the trajectory (of an assistant's message) to score in place of everything. The
-goal is what the channel holds; it is in the text only where the trajectory itself repeats it.
+goal is what the channel holds; it is in the text only where the trajectory itself repeats it. `goals_forms` has the
+other forms of a record.
 """
 
 import glob
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sidestream.tasks.base import field, hub_records, is_text, json_records
+from sidestream.tasks.base import hub_records, is_table, json_records, table_records
+from sidestream.tasks.goals_chat import ASSISTANT, Template, find_answer, read_chat
+from sidestream.tasks.goals_forms import GoalRecord
+from sidestream.tasks.goals_forms import goal_record as _record
+
+__all__ = ["GoalRecord", "Scored", "Tokens", "goals_hash", "read_goals", "scored_text", "tokens"]
 
 HUB = "hub:"
-Template = Callable[[list[dict[str, str]]], str]
-"""Messages to the text that a model was trained to see: a tokenizer's `apply_chat_template`."""
-
-
-@dataclass(frozen=True, slots=True)
-class GoalRecord:
-    """One goal and what followed it."""
-
-    where: str
-    """File and line, for messages."""
-    goal: str
-    """The text that the channel encodes."""
-    trajectory: str | None
-    """Plain text; None in a record of messages."""
-    messages: tuple[dict[str, str], ...]
-    """Role and content of every turn; empty in a record of plain text."""
-    answer: str | None
-    """The span to score; None scores the whole trajectory, or every message of the assistant's."""
-
-    def row(self) -> dict[str, object]:
-        """One line of JSONL."""
-        text = {"trajectory": self.trajectory} if self.trajectory is not None else {"messages": list(self.messages)}
-        return {"goal": self.goal, **text, **({} if self.answer is None else {"answer": self.answer})}
-
 
 Offsets = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
 """Text to token ids and to the characters that each of them covers."""
@@ -60,13 +42,14 @@ class Scored(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
 
-def read_goals(source: str, *, split: str = "train") -> list[GoalRecord]:
-    """Every record of a file (`.jsonl`, `.json`, gzipped too), of all files that a glob matches, or of the hub's
-    `hub:owner/name` or `hub:owner/name:config`.
+def read_goals(source: str, *, split: str = "train", goal_from: str | None = None) -> list[GoalRecord]:
+    """Every record of a file (`.jsonl`, `.json`, gzipped too; `.csv`, `.tsv` and `.parquet` with the package
+    `datasets`), of all files that a glob matches, or of the hub's `hub:owner/name` or `hub:owner/name:config`.
 
     Args:
         source: where to read.
         split: which split of a hub data set.
+        goal_from: the field that holds the goal, or `system` for the system message; it leaves the text. None: `goal`.
 
     Raises:
         ValueError: no such file, or records that are wrong. The whole source is read first; the message names file,
@@ -86,11 +69,11 @@ def read_goals(source: str, *, split: str = "train") -> list[GoalRecord]:
         if not paths:
             hint = f"; a hub data set is written {HUB}{source}" if source.count("/") == 1 else ""
             raise ValueError(f"{source}: there is no such file{hint}")
-        found = [entry for path in paths for entry in json_records(path)]
+        found = [entry for path in paths for entry in (table_records if is_table(path) else json_records)(path)]
     records, wrong = [], []
     for where, record in found:
         try:
-            records.append(_record(record, where))
+            records.append(_record(record, where, goal_from))
         except ValueError as error:
             wrong.append((where, error))
     if wrong:
@@ -111,7 +94,8 @@ def goals_hash(records: Sequence[GoalRecord]) -> str:
 
 
 def scored_text(record: GoalRecord, template: Template | None) -> Scored:
-    """The trajectory as the model sees it and the spans of it that are scored.
+    """The trajectory as the model sees it and the spans of it that are scored: one for each turn of the assistant's,
+    from where the model begins to write to the end of the token that ends the turn, be it the next role's marker.
 
     Args:
         record: one record.
@@ -120,46 +104,24 @@ def scored_text(record: GoalRecord, template: Template | None) -> Scored:
     Raises:
         ValueError: messages without a template, or a template that refuses them or leaves out what is to be scored.
     """
-    if record.trajectory is not None:
-        text = record.trajectory
-        if record.answer is None:
-            return Scored(text, ((0, len(text)),))
-        return Scored(text, (_last(text, record.answer),))
-    if template is None:
-        raise ValueError(
-            f"{record.where}: has 'messages', but the model has no chat template; give a 'trajectory', or a model that "
-            "has one"
-        )
-    try:
-        text = template([dict(message) for message in record.messages])
-    # Templates raise jinja's errors and, through them, anything.
-    except Exception as error:
-        raise ValueError(f"{record.where}: the model's chat template refuses the messages: {error}") from None
-    spans, at = [], 0
-    for number, message in enumerate(record.messages):
-        content = message["content"].strip()
-        start = text.find(content, at) if content else at
-        if start < 0:
-            if message["role"] != "assistant":
-                continue  # a template may leave out or rewrite what is not scored
-            raise ValueError(f"{record.where}: the chat template does not show message {number} as it is written")
-        if message["role"] == "assistant" and content:
-            spans.append((start, start + len(content)))
-        at = start + len(content)
-    if record.answer is not None:
-        start, end = next((a, b) for a, b in reversed(spans) if record.answer in text[a:b])
-        first, last = _last(text[start:end], record.answer)
-        spans = [(start + first, start + last)]
-    return Scored(text, tuple(spans))
+    return _read(record, template)[0]
 
 
 def tokens(record: GoalRecord, template: Template | None, offsets: Offsets) -> Tokens:
-    """The trajectory of a record as a model reads it.
+    """The trajectory of a record as a model reads it. Where a chat ends in an answer that nothing ends, the tokenizer's
+    end of text follows, and is scored; so is white space before an answer that a prompt of the template's lacks.
 
     Raises:
         ValueError: as `scored_text`, and where no token is left to score.
     """
-    text, spans = scored_text(record, template)
+    (text, spans), unended = _read(record, template)
+    eos = getattr(template, "eos", None)
+    if unended is not None and eos:
+        text += eos
+        spans = (*(span for span in spans if span[0] < unended), (unended, len(text)))
+    if record.messages and record.answer is None:
+        opening = getattr(template, "opening", "")
+        spans = tuple((_opened(text, start, opening), end) for start, end in spans)
     ids, places = offsets(text)
     scored, span = [], 0
     for begin, end in places:
@@ -171,47 +133,36 @@ def tokens(record: GoalRecord, template: Template | None, offsets: Offsets) -> T
     return Tokens(tuple(ids), tuple(scored))
 
 
-def _last(text: str, answer: str) -> tuple[int, int]:
-    start = text.rindex(answer)
-    return start, start + len(answer)
+def _opened(text: str, start: int, opening: str) -> int:
+    """Where the opening of an answer ends, if there is only white space between it and `start`; else `start`."""
+    at = start
+    while at and not text.endswith(opening, 0, at) and text[at - 1].isspace():
+        at -= 1
+    return at if text.endswith(opening, 0, at) else start
 
 
-def _record(record: dict[str, Any], where: str) -> GoalRecord:
-    goal = field(record, "goal", str, where)
-    has = [name for name in ("trajectory", "messages") if record.get(name) is not None]
-    if len(has) != 1:
-        given = "both 'trajectory' and 'messages'" if has else "neither 'trajectory' nor 'messages'"
-        raise ValueError(f"{where}: has {given}; give one of them")
-    answer = None if record.get("answer") is None else field(record, "answer", str, where)
-    if has == ["trajectory"]:
-        text = field(record, "trajectory", str, where)
-        if answer is not None and (answer not in text or text.startswith(answer) and text.count(answer) == 1):
-            how = "does not occur in" if answer not in text else "has nothing before it in"
-            raise ValueError(f"{where}: field 'answer' {how} 'trajectory': {answer[:60]!r}")
-        return GoalRecord(where, goal, text, (), answer)
-    messages = tuple(
-        _message(message, f"{where}: message {number} of field 'messages'")
-        for number, message in enumerate(field(record, "messages", list, where))
-    )
-    said = [message["content"] for message in messages if message["role"] == "assistant"]
-    if not any(text.strip() for text in said):
-        raise ValueError(f"{where}: field 'messages' has no text of the assistant's: nothing to score")
-    if answer is not None and not any(answer in text.strip() for text in said):
-        raise ValueError(f"{where}: field 'answer' is in no message of the assistant's: {answer[:60]!r}")
-    return GoalRecord(where, goal, None, messages, answer)
-
-
-def _message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise ValueError(f"{where} must be an object with 'role' and 'content'")
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    if not isinstance(role, str) or not role:
-        raise ValueError(f"{where} has no 'role'")
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str) or not is_text(content):
-        raise ValueError(f"{where} must have text as 'content'")
-    if calls:
-        # Few templates show calls, and each in its own way: as text of the turn they are the same for every model.
-        content = "\n".join(filter(None, (content, json.dumps(calls))))
-    return {"role": role, "content": content}
+def _read(record: GoalRecord, template: Template | None) -> tuple[Scored, int | None]:
+    """What is scored, and where the last answer of a chat begins, if nothing ends it."""
+    if record.trajectory is not None:
+        text = record.trajectory
+        if record.answer is None:
+            return Scored(text, ((0, len(text)),)), None
+        start = text.rindex(record.answer)
+        return Scored(text, ((start, start + len(record.answer)),)), None
+    if template is None:
+        raise ValueError(
+            f"{record.where}: has 'messages', but the model has no chat template; give a 'trajectory', or a model that "
+            "has one"
+        )
+    said = [k for k, message in enumerate(record.messages) if message["role"] == ASSISTANT and message.get("weight", 1)]
+    text, turns = read_chat(record.messages, record.tools, template, where=record.where, scored=said)
+    if record.answer is not None:
+        found = [(turn.start, find_answer(text[turn.start : turn.stop], record.answer)) for turn in turns.values()]
+        places = [(start + place[0], start + place[1]) for start, place in found if place is not None]
+        if not places:
+            raise ValueError(f"{record.where}: the chat template does not show field 'answer': {record.answer[:60]!r}")
+        return Scored(text, (places[-1],)), None
+    last = next(reversed(turns.values()), None)
+    unended = last is not None and last.end == last.stop and not text[last.end :].strip()
+    spans = tuple((turn.start, turn.end) for turn in turns.values() if turn.start < turn.end)
+    return Scored(text, spans), last.start if last is not None and unended else None
