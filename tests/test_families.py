@@ -89,13 +89,23 @@ REFUSED = {
     "Jamba": {**GROUPED, "num_experts": 2, "mamba_d_state": 8},
     "Mamba": dict(vocab_size=97, hidden_size=WIDTH, num_hidden_layers=1, state_size=8),
     "OpenAIGPT": dict(vocab_size=97, n_embd=WIDTH, n_layer=1, n_head=2, n_positions=64),
+    "Gemma3n": {
+        **{**GROUPED, "num_hidden_layers": 2, "intermediate_size": [24] * 2, "head_dim": 8, "num_kv_shared_layers": 0},
+        **dict(vocab_size_per_layer_input=97, hidden_size_per_layer_input=8, laurel_rank=4),
+        **dict(layer_types=["sliding_attention", "full_attention"], activation_sparsity_pattern=[0.0] * 2),
+    },
     "Bart": dict(
         vocab_size=97, d_model=WIDTH, encoder_layers=1, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=24
     ),
     "Moshi": {**GROUPED, "head_dim": 8, "ffn_dim": 24},
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "OpenAIGPT": "OpenAIGPTLMHeadModel"}
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "RecurrentGemma": "RecurrentGemmaConfig"}
+CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma3n": "Gemma3nTextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "RecurrentGemma": "RecurrentGemmaConfig",
+}
 
 
 def made(family, config):
@@ -134,7 +144,7 @@ def test_generate_is_repeated_forwards(family):
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_no_cache_of_ours_can_carry_is_refused(family):
     model = made(family, REFUSED[family])
-    with pytest.raises(ValueError, match=r"cannot carry a channel: .*cache|no FiLM site"):
+    with pytest.raises(ValueError, match=r"cannot carry a channel, .*cache|no FiLM site"):
         attach(model, goal=settings("static"))
     with pytest.raises(ValueError, match="cannot carry a channel"):
         attach(model, stream=StreamConfig())

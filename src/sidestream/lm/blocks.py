@@ -144,12 +144,12 @@ def learned_positions(lm: nn.Module) -> int | None:
     for name, module in lm.named_modules():
         position_like = name.endswith("wpe") or "position" in name.rsplit(".", 1)[-1]
         if isinstance(module, nn.Embedding) and module is not tokens and position_like:
-            return limit
+            return limit or module.num_embeddings
     return None
 
 
 _KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer")
-_NOT_THEMSELVES = ("cpmant", "moshi", "prophetnet", "xlm")
+_NOT_THEMSELVES = ("cpmant", "dory", "moshi", "prophetnet", "xlm")
 """Model types whose own forwards on a growing cache give other logits than their forward on the whole text, or fail."""
 
 
@@ -168,6 +168,8 @@ def check_family(lm: PreTrainedModel) -> None:
         why = "it keeps a recurrent state or a cache of its own kind"
     elif config.model_type in _NOT_THEMSELVES:
         why = "its own steps on a cache do not give what its forward on the whole text gives"
+    elif getattr(config, "altup_num_inputs", None) is not None:
+        why = "its blocks pass several streams of states on, of which none is the one to steer"
     elif learned_positions(base) is not None and not takes(base, "position_ids"):
         why = "it counts positions by column, so that a padded row would not give what it gives alone"
     else:
@@ -175,5 +177,5 @@ def check_family(lm: PreTrainedModel) -> None:
         why = f"its layers keep {' and '.join(sorted(kinds))}" if kinds else None
     if why is not None:
         raise ValueError(
-            f"{type(base).__name__} cannot carry a channel: the state rides on a cache of keys and values, and {why}"
+            f"{type(base).__name__} cannot carry a channel, which rides on a cache of keys and values: {why}"
         )
