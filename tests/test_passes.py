@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 import sidestream
 from families import FAMILIES, close, differ, logits, open_gate, our_hooks, settings, tiny, tokens
-from sidestream import LatentState, attach
+from sidestream import AttachedLM, LatentState, attach
 from sidestream.channels import StreamConfig
 from sidestream.lm.cache import LatentCache
 from sidestream.lm.layout import UNSCORED, Layout, Row, collate, pad_left
@@ -125,7 +125,7 @@ def model(request, family):
 
 
 def parts(model):
-    return (model, None) if isinstance(model, PreTrainedModel) else (model.lm, cell(model.stream))
+    return (model.lm, cell(model.stream)) if isinstance(model, AttachedLM) else (model, None)
 
 
 def test_values_and_gradients_are_the_oracles(model):
