@@ -125,7 +125,7 @@ def model(request, family):
 
 
 def parts(model):
-    return (model, None) if not isinstance(model, AttachedLM) else (model.lm, cell(model.stream))
+    return (model.lm, cell(model.stream)) if isinstance(model, AttachedLM) else (model, None)
 
 
 def test_values_and_gradients_are_the_oracles(model):
