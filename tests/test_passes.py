@@ -482,7 +482,7 @@ def test_the_cache_goes_on_in_forward(plain):
         (lambda m: latent_generate(m, [[5, 6]], CONFIG, max_new_tokens=0), "at least 1"),
         (lambda m: latent_generate(m, [[5, 6], []], CONFIG, max_new_tokens=1), "no empty one"),
         (lambda m: collate([], latent_id=1, pad_id=0), "at least one row"),
-        (lambda m: attach(tiny("llama")), "give the channel's settings"),
+        (lambda m: attach(tiny("llama"), pinned=False), "nothing to attach"),
         (lambda m: attach(tiny("llama"), stream=3), "stream is 3"),
         (lambda m: attach(tiny("llama"), stream=StreamConfig(), sites=["model"]), "belong to a goal channel"),
         (lambda m: m.encode_goal(LatentState(concept=torch.zeros(1, 32))), "no goal channel"),

@@ -53,8 +53,8 @@ class LatentState:
     """The tokens that the entries were read from, 0 at padding; None for entries that no text gives."""
     entry_parts: Int[Tensor, "B M"] | None = None
     """Which part of the goal an entry belongs to, an index of `part_names`; None for a goal in one piece."""
-    part_names: tuple[str, ...] = ()
-    """Names of the parts of a pinned goal, in order."""
+    part_names: tuple = ()
+    """Names of the parts of a pinned goal, in order: strings."""
     terms: Float[Tensor, "B 1 L 2 D"] | None = field(default=None, init=False)
     """FiLM terms of a static `goal`, projected once; None until a channel folds them. Not an argument, so that
     `dataclasses.replace(state, goal=...)` drops the terms of the old goal."""
