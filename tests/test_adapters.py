@@ -237,6 +237,29 @@ def test_a_base_with_adapters_of_its_own(tmp_path):
         sidestream.load(tmp_path / "with", adapted())
 
 
+def test_the_stock_trainer_trains_an_adapter_with_the_channel(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from sidestream.training.batches import GoalCollator
+
+    def run(**resume):
+        model = channelled(peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"])))
+        settings = TrainingArguments(
+            str(tmp_path), max_steps=4, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2
+        )
+        rows = [{"input_ids": [5, 6, 7, 8 + k], "goal": [9 + k, 10]} for k in range(8)]
+        Trainer(model, settings, GoalCollator(tokenizer=None), rows).train(**resume)
+        return model.eval()
+
+    torch.manual_seed(4)
+    whole = run()
+    resumed = run(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    loaded = sidestream.load(tmp_path / "checkpoint-4", tiny("llama"))
+    close(logits(loaded, IDS, goal=GOALS), logits(whole, IDS, goal=GOALS))
+    assert not (tmp_path / "checkpoint-4" / "model").exists()
+
+
 def test_lean_decoding_and_copies():
     model = channelled(adapted())
     with pytest.raises(ValueError, match="lean decoding reads the base's own weights, without \\['default'\\]"):

@@ -114,6 +114,7 @@ def test_more_tokens_make_no_other_base(tmp_path, caplog):
         sidestream.load(tmp_path / "after", moved(tiny("llama"), 1e-3, only="embed_tokens"))
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with:UserWarning")  # transformers 5.18 of meta tensors
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_offloaded_weights(offload, tmp_path):
     model = attached("llama", "static")

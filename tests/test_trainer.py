@@ -15,6 +15,8 @@ from sidestream.training.finetune import GoalLM
 
 ROWS = [{"input_ids": [5 + k, 6, 7, 8][: 3 + k % 2], "goal": [9 + k] * (1 + k % 3)} for k in range(8)]
 COLLATE = GoalCollator(tokenizer=None)
+# transformers 5.24 renamed gradient checkpointing to activation checkpointing.
+RECOMPUTE = f"{'activation' if hasattr(TrainingArguments, 'activation_checkpointing') else 'gradient'}_checkpointing"
 IDS = torch.tensor([[5, 6, 7, 8]])
 
 
@@ -101,15 +103,15 @@ def test_the_loss_is_the_attached_models_and_gpt2_takes_no_loss_arguments(tmp_pa
 def test_gradient_checkpointing_through_the_arguments(tmp_path):
     plain, recomputed = fresh(), fresh()
     trainer(plain, tmp_path / "plain").train()
-    trainer(recomputed, tmp_path / "recomputed", activation_checkpointing=True).train()
-    assert recomputed.is_activation_checkpointing
+    trainer(recomputed, tmp_path / "recomputed", **{RECOMPUTE: True}).train()
+    assert recomputed.lm.model.gradient_checkpointing
     torch.testing.assert_close(state(plain), state(recomputed))
-    asked = dict(activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True})
+    asked = {RECOMPUTE: True, f"{RECOMPUTE}_kwargs": {"use_reentrant": True}}
     with pytest.raises(ValueError, match="use_reentrant=True recomputes without the latent state"):
         trainer(fresh(), tmp_path / "reentrant", **asked).train()
     objective = GoalLM(fresh(), 4)
-    objective.activation_checkpointing_enable(activation_checkpointing_kwargs={}, every_n_layers=1, offload=False)
-    assert objective.model.is_activation_checkpointing
+    objective.activation_checkpointing_enable(activation_checkpointing_kwargs={})
+    assert objective.model.lm.model.gradient_checkpointing
     with pytest.raises(ValueError, match="use_reentrant=True"):
         objective.gradient_checkpointing_enable({"use_reentrant": True})
 

@@ -155,9 +155,9 @@ def load(
             lm = load_base(name)
         except ValueError as error:
             raise ValueError(f"cannot load the base model {name!r}; pass it: load(dir, lm) ({error})") from error
-        if tokenizer is None:
+        for place in (name, directory):  # Trainer puts its own beside the channel
             with suppress(ValueError):
-                tokenizer = load_tokenizer(name)
+                tokenizer = load_tokenizer(place) if tokenizer is None else tokenizer
     inner = without_adapters(lm)
     why = _another(base, inner)
     if why is not None:

@@ -16,6 +16,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from sidestream.lm.terms import disable_checkpointing, enable_checkpointing
 
+_PLAIN: Any = object()
+
 
 class TrainerModel(PreTrainedModel):
     """A `PreTrainedModel` by class, without a configuration, weights or loading of its own: `self.lm` has them."""
@@ -149,25 +151,27 @@ class TrainerModel(PreTrainedModel):
         self: Any,
         directory: str | Path,
         *,
-        is_main_process: bool | None = None,
-        state_dict: dict[str, Tensor] | None = None,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = _PLAIN,
     ) -> None:
         """Write the channel's weights (safetensors) and settings (JSON): not the base model, only what tells it apart.
 
         Args:
             directory: made if missing.
-            is_main_process: given, as Trainer does, the folder is also a checkpoint to resume from, and holds the base
-                where it trains; False writes nothing.
-            state_dict: of this model, where its own is sharded; also Trainer's.
+            is_main_process: False writes nothing.
+            state_dict: given, be it None, as Trainer does, the folder is a checkpoint to resume from, too, and holds
+                the base where it trains. A dict stands in for this model's own, which may be sharded.
 
         Raises:
             ValueError: an adapter that would not come back from a file as it is.
         """
         from sidestream.lm.saving import save_channel, save_checkpoint
 
-        if is_main_process is None and state_dict is None:
+        if not is_main_process:
+            return
+        if state_dict is _PLAIN:
             save_channel(self, Path(directory))
-        elif is_main_process is not False:
+        else:
             save_checkpoint(self, Path(directory), state_dict)
 
     @classmethod
