@@ -20,7 +20,7 @@ from sidestream.channels import LatentState
 from sidestream.channels.rotation import Rotation
 from sidestream.lm.blocks import CACHE_NAME, takes, text_config
 from sidestream.lm.masks import attention_for, near, own_reach, positions_of
-from sidestream.lm.pinning import COPIES, PinnedLayer
+from sidestream.lm.pinning import COPIES, PinnedLayer, check_text
 from sidestream.lm.window import Window
 
 
@@ -238,10 +238,7 @@ class LatentCache(DynamicCache):
         """
         goal, length = self.goal, positions.shape[1]
         assert goal is not None and goal.entries is not None
-        if self._config.model_type == "mpt" and not bool(mask.bool().all()):
-            raise ValueError(
-                "MPT counts distances over padding, which would part the goal from the text: give rows of one length"
-            )
+        check_text(self._config, goal.entries.shape[1], mask)
         entries, size = goal.entries.to(mask.dtype), mask.shape[1] if left is None else self.window.size  # type: ignore[union-attr]
         positions = positions + entries.sum(dim=1, keepdim=True)
         keys, values, copies = goal.keys, goal.values, torch.zeros(length, dtype=torch.long, device=mask.device)

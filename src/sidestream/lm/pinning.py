@@ -225,11 +225,23 @@ def check_room(lm: PreTrainedModel, goal: int, text: int | None) -> None:
             f"a pinned goal of {goal} tokens and {rest} need more than the {limit} positions that {name} was made for; "
             "shorten the goal or the window"
         )
-    local = (
-        getattr(config, "window_size", None) if "local" in (getattr(config, "attention_layers", None) or []) else None
-    )
-    if local is not None and goal + (text or 0) > local:
+
+
+def check_text(config: PretrainedConfig, entries: int, mask: Tensor) -> None:
+    """Raises `ValueError` where a model could not see its goal through text like this.
+
+    Args:
+        config: of the model's text decoder.
+        entries: n, of the goal.
+        mask: (B, columns) of the text held, 0 at padding.
+    """
+    local = getattr(config, "window_size", None) if "local" in (getattr(config, "attention_layers", None) or []) else 0
+    if local and entries + mask.shape[1] > local:  # GPT-Neo
         raise ValueError(
-            f"{name} has layers that see {local} tokens, whatever the mask says: the goal ({goal} tokens) and a window "
-            "must fit into them together"
+            f"{config.model_type} has layers that see {local} tokens, whatever the mask says: the goal ({entries} "
+            f"tokens) and the text in view ({mask.shape[1]}) must fit into them together"
+        )
+    if config.model_type == "mpt" and not bool(mask.bool().all()):
+        raise ValueError(
+            "MPT counts distances over padding, which would part the goal from the text: give rows of one length"
         )
