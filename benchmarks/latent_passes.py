@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sidestream.papers.speed import cell
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from sidestream import attach
 from sidestream.channels import StreamConfig
+from sidestream.experiments.provenance import provenance, write_whole
+from sidestream.experiments.results import check_results
 from sidestream.lm.cache import CACHE_NAME
 from sidestream.lm.layout import Layout, Row, collate
 from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss
-from sidestream.papers.experiment import provenance, write_whole
-from sidestream.papers.results import check_results
-from sidestream.papers.speed import cell
 
 
 def described_forward(lm: Any, stream: Any, batch: dict[str, Tensor], latent_id: int) -> tuple[Tensor, Tensor]:

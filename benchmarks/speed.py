@@ -111,10 +111,10 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     import torch
-
-    from sidestream.papers.experiment import provenance, results_of, write_whole
     from sidestream.papers.results import check_results, load_results
     from sidestream.papers.speed import NOTES
+
+    from sidestream.papers.experiment import provenance, results_of, write_whole
 
     torch.set_num_threads(args.threads)
     started = time.monotonic()
