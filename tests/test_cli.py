@@ -13,11 +13,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from sidestream.papers.results import check_results
 
 from sidestream import cli
 from sidestream.papers import lsar, report
 from sidestream.papers.experiment import to_json
-from sidestream.papers.results import check_results
 from sidestream.training.loop import TrainingStopped
 
 SMOKE = ["run", "lsar.table1", "--scale", "smoke"]

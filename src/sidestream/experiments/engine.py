@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 import threading
@@ -73,11 +75,10 @@ def _side_by_side(wave: Sequence[Task], jobs: int) -> None:
 
     # The longest first, so that no process is left with one at the end.
     order = sorted(wave, key=lambda task: -task.job.weight)
+    count = max(2, min(jobs, len(order)))  # joblib would do a single one here, with this process's threads
     try:
-        with _Progress(order), parallel_config(backend="loky", n_jobs=min(jobs, len(order)), inner_max_num_threads=1):
-            Parallel(batch_size=1, pre_dispatch="all")(
-                delayed(_elsewhere)(os.getpid(), *task.address) for task in order
-            )
+        with _Progress(order), parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1):
+            Parallel(pre_dispatch="all")(delayed(_elsewhere)(os.getpid(), *task.address) for task in order)
     finally:
         get_reusable_executor().shutdown(wait=False, kill_workers=True)
 
@@ -87,13 +88,10 @@ def _elsewhere(parent: int, settings: Any, directory: Path, name: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its processes
     # A killed parent stops nobody. Left alone they would train on in a directory that a resumed run writes to.
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    import gc
-
-    import torch
-
     from sidestream.experiments.run import do_at
+    from sidestream.experiments.table import load
 
-    torch.set_num_threads(1)
+    load(settings.table)
     gc.freeze()  # every stage's Trainer collects garbage; torch's own objects need not be looked at each time
     do_at(settings, directory, name)
 
@@ -145,8 +143,6 @@ class _Progress:
 
 
 def _steps_done(folder: Path) -> int:
-    import json
-
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     try:

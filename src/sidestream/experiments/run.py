@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from sidestream.experiments.engine import Engine, LocalEngine
 from sidestream.experiments.provenance import open_run, record_call, write_whole
@@ -110,6 +110,16 @@ class Work(Generic[S]):
         """Files for figures that need the outcomes of several jobs."""
 
 
+class Side(NamedTuple):
+    """One side of a paired test."""
+
+    arm: str
+    where: dict[str, Any]
+    """The conditions of its outcome, all of them."""
+    name: str = ""
+    """In words; empty for the arm's name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """What all jobs of a run gave."""
@@ -128,29 +138,20 @@ class Found:
         of_arm = (one for one in self.outcomes if (one.arm, one.metric, one.beside) == (arm, metric, ""))
         return next((one for one in of_arm if one.where == where), None)
 
-    def paired(
-        self,
-        first: tuple[str, dict[str, Any]],
-        second: tuple[str, dict[str, Any]],
-        metric: str,
-        *,
-        where: str,
-        **said: str,
-    ) -> list[str]:
-        """The note of one paired test between (arm, conditions) and another; none where one was not measured.
+    def paired(self, metric: str, first: Side, second: Side, *, where: str) -> list[str]:
+        """The note of one paired test; none where a side was not measured.
 
         Args:
-            where: what both share, in words.
-            said: arm -> what to call it, in place of the table's name.
+            where: what both sides share, in words.
         """
-        sides = [self.outcome(arm, metric, **place) for arm, place in (first, second)]
-        if sides[0] is None or sides[1] is None:
+        sides = [(side, self.outcome(side.arm, metric, **side.where)) for side in (first, second)]
+        (one, mine), (other, theirs) = ((side.name or self.arm_name(side.arm), outcome) for side, outcome in sides)
+        if mine is None or theirs is None:
             return []
-        test = compared(sides[0], sides[1])
-        names = [said.get(end) or self.arm_name(arm) for end, (arm, _) in (("first", first), ("second", second))]
+        test = compared(mine, theirs)
         return [
-            f"{where}: {names[0]} alone is right on {test.only_a}, {names[1]} alone on {test.only_b} of "
-            f"{len(sides[0].values)} (exact McNemar p = {test.p_value:.2g})."
+            f"{where}: {one} alone is right on {test.only_a}, {other} alone on {test.only_b} of "
+            f"{len(mine.values)} (exact McNemar p = {test.p_value:.2g})."
         ]
 
 

@@ -45,7 +45,7 @@ class Settings:
         for name, names in known.items():
             values = getattr(self, name)
             unknown = [value for value in values if names is not None and value not in names]
-            if unknown:
+            if unknown and names is not None:
                 raise ValueError(f"{name} names the unknown {unknown[0]!r}; use {', '.join(names)}")
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} is {list(values)}; give at least one, each once")

@@ -111,7 +111,8 @@ def lines_figure(
             )
             bands = [(place(e), f * e.ci[0], f * e.ci[1]) for f, e in zip(factor, points, strict=True) if e.ci]
             if bands:
-                axis.fill_between(*zip(*bands, strict=True), color=line.color, alpha=0.16, linewidth=0)
+                across, low, high = zip(*bands, strict=True)
+                axis.fill_between(across, low, high, color=line.color, alpha=0.16, linewidth=0)
             cited = [(place(e), f * e.paper) for f, e in zip(factor, points, strict=True) if e.paper is not None]
             if cited:
                 axis.plot(*zip(*cited, strict=True), **PAPER, **look, zorder=30)

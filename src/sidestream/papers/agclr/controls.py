@@ -10,7 +10,7 @@ from sidestream.evaluation.latent import INTERVENTIONS
 from sidestream.experiments.report.figures import dots_figure
 from sidestream.experiments.report.page import Page, Section
 from sidestream.experiments.results import Outcome
-from sidestream.experiments.run import Found
+from sidestream.experiments.run import Found, Side
 from sidestream.experiments.settings import Scale
 from sidestream.experiments.table import Table
 from sidestream.lm.passes import PassConfig
@@ -84,10 +84,8 @@ class ControlsWork(LatentWork):
             metric = MEASURED.get(task, ("accuracy",))[0]
             places = [{"task": task, "latents": condition} for condition in (LEARNED, "noise")]
             for arm in e.arms:
-                named = f"{LOOKS[arm].name} with noise for latents"
-                notes += found.paired(
-                    (arm, places[0]), (arm, places[1]), metric, where=f"{task}, seed {e.seed}", second=named
-                )
+                noise = Side(arm, places[1], f"{LOOKS[arm].name} with noise for latents")
+                notes += found.paired(metric, Side(arm, places[0]), noise, where=f"{task}, seed {e.seed}")
         return notes
 
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from sidestream.experiments.report.figures import arm_lines, bars_figure, lines_figure
 from sidestream.experiments.report.page import Page, Section
 from sidestream.experiments.results import Entry, Outcome
-from sidestream.experiments.run import Found
+from sidestream.experiments.run import Found, Side
 from sidestream.experiments.settings import Scale
 from sidestream.experiments.table import Table
 from sidestream.papers.agclr.settings import (
@@ -112,7 +112,7 @@ def paired_notes(e: LatentSettings, found: Found, **where: str) -> list[str]:
     for task in e.tasks:
         place, metric = {"task": task, **where}, MEASURED.get(task, ("accuracy",))[0]
         for first, second in pairs:
-            notes += found.paired((first, place), (second, place), metric, where=f"{task}, seed {e.seed}")
+            notes += found.paired(metric, Side(first, place), Side(second, place), where=f"{task}, seed {e.seed}")
     return notes
 
 

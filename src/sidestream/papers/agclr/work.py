@@ -368,10 +368,10 @@ class LatentWork(Work[LatentSettings]):
     def prompts(self, task: str, arm: str, stage: int | None = None) -> list[list[int]]:
         """What an arm's answers to the evaluated problems start from, in the last stage or in another."""
         curriculum = self.settings.training(task).curriculum
-        stage = curriculum.last_stage if stage is None else stage
+        at = curriculum.last_stage if stage is None else stage
         problems, layout = self.encoded(task, self.settings.split), self.form(task).layout
         text = ARMS[DERIVED.get(arm, (arm,))[0]].text
-        return [prompt(problem, text, stage, curriculum, layout) for problem in problems]
+        return [prompt(problem, text, at, curriculum, layout) for problem in problems]
 
     def scores(self, task: str, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
         """Metric -> one score a problem."""

@@ -51,18 +51,15 @@ def training_flops(e: Steered, tokens: int, *, faithful: tuple[str, ...] = ()) -
     return total + bare * (flops(e.baseline, e.stage1, head=True) + flops(e.baseline, e.stage3, head=False))
 
 
-def __getattr__(name: str) -> Any:
-    """`table1` and `run_table1`, which live in `recall.py`."""
+def table1(scale: Any) -> Any:
+    """Table 1's settings, which live in `recall.py`."""
     from sidestream.papers.lsar import recall
 
-    if name == "table1":
-        return recall.table1
-    if name == "run_table1":
-        return _run_table1
-    raise AttributeError(name)
+    return recall.table1(scale)
 
 
-def _run_table1(settings: Any, directory: Any, *, jobs: int | None = None, **options: Any) -> dict[str, Any]:
+def run_table1(settings: Any, directory: Any, *, jobs: int | None = None, **options: Any) -> dict[str, Any]:
+    """`experiments.run.run`, by an older name."""
     from sidestream.experiments.engine import LocalEngine
     from sidestream.experiments.run import run
 

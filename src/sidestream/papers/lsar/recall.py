@@ -488,8 +488,8 @@ def recall_figure(entries: Sequence[Entry], looks: Mapping[str, Look]) -> Any:
             # Left of the line: where recall falls, it falls on the right.
             place = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center", "rotation": 90}
             axis.annotate(f"window W = {window}", (window, 50), **place, fontsize=9, color="#333333")
-        if METRICS[metric].chance:
-            chance = 100 * METRICS[metric].chance
+        if METRICS[metric].chance is not None:
+            chance = 100 * (METRICS[metric].chance or 0.0)
             axis.axhline(chance, color="#999999", linestyle=":", linewidth=1.2, zorder=2)
             place = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}
             axis.annotate(f"chance {chance:.1f}", (0, chance), **place, fontsize=8, color="#666666")

@@ -14,11 +14,7 @@ import numpy as np
 import pytest
 from matplotlib import colors as mcolors
 from matplotlib.image import imread
-
-from sidestream.evaluation.stats import wilson
-from sidestream.papers.names import ARMS, arm_name
 from sidestream.papers.pictures import COLORS, DASHED, OTHER_COLORS, arm_looks
-from sidestream.papers.report import write_report
 from sidestream.papers.results import (
     load_results,
     markdown_table,
@@ -27,6 +23,10 @@ from sidestream.papers.results import (
     pivot,
     update_readme,
 )
+
+from sidestream.evaluation.stats import wilson
+from sidestream.papers.names import ARMS, arm_name
+from sidestream.papers.report import write_report
 
 W = 128
 DISTANCES = (64, 128, 160, 256, 2048)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sidestream.papers.agclr_models import LatentModels, TextForm
+from sidestream.papers.agclr_run import run_latent
 
 from sidestream import cli
 from sidestream.channels import StreamConfig
@@ -17,8 +19,6 @@ from sidestream.lm.backbones import Backbone
 from sidestream.lm.passes import PassConfig, latent_passes
 from sidestream.papers import agclr, agclr_run
 from sidestream.papers.agclr import ARMS, DERIVED, TABLES, LatentExperiment, paper_value
-from sidestream.papers.agclr_models import LatentModels, TextForm
-from sidestream.papers.agclr_run import run_latent
 from sidestream.papers.experiment import from_json, to_json
 from sidestream.papers.names import ARMS as NAMES
 from sidestream.papers.report import write_report
