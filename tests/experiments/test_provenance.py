@@ -145,8 +145,9 @@ def test_new_run_is_written_and_resumed(tmp_path):
 
 def test_a_run_is_one_process_at_a_time(tmp_path):
     """Two would write over each other; the first one's end, here by a kill, frees it."""
-    code = "import sys, pathlib; from sidestream.papers.lsar import recall; from sidestream.experiments.provenance import *\n"
-    code += (
+    code = (
+        "import sys, pathlib; from sidestream.papers.lsar import recall\n"
+        "from sidestream.experiments.provenance import open_run\n"
         "open_run(pathlib.Path(sys.argv[1]), recall.table1('smoke'), resume=True); print('open', flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

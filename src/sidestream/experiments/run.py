@@ -50,8 +50,9 @@ class Job:
 
     name: str
     """Its folder in the run directory."""
-    work: Callable[[], Measured | None]
-    """Does it; called in another process it is a fresh one's, so everything passes through files."""
+    work: Callable[[], Any]
+    """Does it and gives back what it `Measured`, or anything else where there is nothing to measure. Needed jobs may have
+    been done by another process: everything passes through files."""
     needs: tuple[str, ...] = ()
     """Names of the jobs that must have finished."""
     stages: Mapping[Path, int] = field(default_factory=dict)
@@ -186,7 +187,8 @@ class Task:
         """Do it, and keep what it gave."""
         if self.finished():
             return
-        got = self.job.work() or Measured()
+        got = self.job.work()
+        got = got if isinstance(got, Measured) else Measured()
         record = {"outcomes": [asdict(one) for one in got.outcomes], "facts": got.facts, "drawn": got.drawn}
         write_whole(self.work.directory / self.job.name / OUTCOMES, json.dumps(record))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -67,6 +67,15 @@ class Page:
         """A picture with its caption."""
         kind = Markup(" class=narrow") if narrow else ""
         return Markup("<figure{}>{}<figcaption>{}</figcaption></figure>").format(kind, drawn, caption)
+
+    def ladder(self, entries: Sequence[Entry]) -> Markup:
+        """Arms as rows in their order, of entries that share one condition; beside each value the change from the row
+        above."""
+        arms, metrics = (list(dict.fromkeys(getattr(e, name) for e in entries)) for name in ("arm", "metric"))
+        cells = {(entry.arm, entry.metric): entry for entry in entries}
+        titles = {metric: self.table.metric(metric).title for metric in metrics}
+        draw: Any = TEMPLATES.get_template("macros.html").module
+        return draw.ladder(arms, metrics, titles, cells, self.looks, parts)
 
     def beside(self, name: str, use: Callable[[Any], Made]) -> list[Made]:
         """What `use` makes of the JSON file `name` beside the results; nothing where there is none.

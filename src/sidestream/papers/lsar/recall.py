@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from markupsafe import Markup
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from sidestream.channels import GoalConfig, LatentState
 from sidestream.evaluation.evaluate import answer_treasure
 from sidestream.evaluation.probes import project, treasure_states
 from sidestream.experiments.report.figures import arm_lines, bars_figure, lines_figure
-from sidestream.experiments.report.page import TEMPLATES, Page, Section
+from sidestream.experiments.report.page import Page, Section
 from sidestream.experiments.report.tables import conditions, parts
 from sidestream.experiments.results import Entry, Outcome
 from sidestream.experiments.run import Found, Job, Measured, Work, rows
@@ -225,7 +224,7 @@ class RecallWork(Work[Recall]):
         """E_base, which every LS-AR arm starts from, and the arms."""
         e, made = self.settings, []
         if any(arm != "baseline" for arm in e.arms):
-            made.append(Job(name="base", work=self.base_job, stages=self._stages("base", "stage1")))
+            made.append(Job(name="base", work=self.base, stages=self._stages("base", "stage1")))
         for arm in e.arms:
             steered = arm != "baseline"
             made.append(
@@ -241,10 +240,6 @@ class RecallWork(Work[Recall]):
 
     def _stages(self, folder: str, *stages: str) -> dict[Path, int]:
         return {self.directory / folder / stage: getattr(self.settings, stage).steps for stage in stages}
-
-    def base_job(self) -> None:
-        """Stage 1 alone; nothing is measured of it."""
-        self.base()
 
     def arm(self, arm: str) -> Measured:
         """Train and measure one arm."""
@@ -402,16 +397,6 @@ def _spread(values: range, count: int) -> list[int]:
 
 PAPER_ARMS = ("baseline", "static_faithful", "static")
 """The paper's arms and our best one: those of the opening lines and of Figure 4b."""
-LADDER = TEMPLATES.from_string(
-    """{% from "macros.html" import swatch %}<div class="wide"><table><thead><tr><th></th>
-{%- for metric in metrics %}<th>{{ titles[metric] }}</th><th>change</th>{% endfor %}</tr></thead><tbody>
-{%- for arm in arms %}{% set above = loop.previtem | default(none) %}<tr><th>{{ swatch(looks[arm]) }}</th>
-{%- for metric in metrics %}{% set value, interval, _ = parts(cells[arm, metric]) -%}
-<td><b>{{ value }}</b><small>{{ interval }}</small></td><td>
-{%- if above %}{{ "%+.1f" | format(100 * (cells[arm, metric].value - cells[above, metric].value)) }}{% endif -%}</td>
-{%- endfor %}</tr>{% endfor %}</tbody></table></div>
-<p class="soft">Change: from the row above, in percentage points.</p>"""
-)
 
 
 def past_window(entries: Sequence[Entry]) -> tuple[int, int] | None:
@@ -458,15 +443,7 @@ def sections(page: Page) -> Iterator[Section]:
             f"All arms at H = {place[0]} ({place[0] / place[1]:.3g} W), the prompt out of view. Lines: 95% intervals."
         )
         figure = page.figure("ablation", "Arms compared", bars_figure(panels, page.looks), caption)
-        ladder = LADDER.render(
-            metrics=metrics,
-            titles={metric: METRICS[metric].title for metric in metrics},
-            arms=list(dict.fromkeys(entry.arm for entry in here)),
-            cells={(entry.arm, entry.metric): entry for entry in here},
-            looks=page.looks,
-            parts=parts,
-        )
-        yield Section("What bought what", figure + Markup(ladder))
+        yield Section("What bought what", figure + page.ladder(here))
 
 
 def recall_figure(entries: Sequence[Entry], looks: Mapping[str, Look]) -> Any:
