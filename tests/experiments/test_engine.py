@@ -80,10 +80,11 @@ def test_killed_run_with_workers_ends_with_the_same_cells(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_interrupted_command_says_how_to_go_on(tmp_path):
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_interrupted_command_says_how_to_go_on(jobs, tmp_path):
     """Ctrl-C reaches the command and its workers alike, as from a terminal."""
     run = subprocess.Popen(
-        command(*SMOKE, "--out", str(tmp_path / "run"), "--stage1.steps", "2000"),
+        command(*SMOKE, "--out", str(tmp_path / "run"), "--stage1.steps", "2000", "--jobs", jobs),
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

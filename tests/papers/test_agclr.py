@@ -84,6 +84,7 @@ def test_paper_values():
     assert published("coconut", "cosine", {"task": "prosqa", "pass": 6}) == 0.126
     assert published("coconut", "cosine", {"task": "prosqa", "pass": 5}) is None
     assert published("coconut", "accuracy", {"task": "hops"}) is None
+    assert published("coconut", "accuracy", {"task": "prosqa", "stage": 2}) is None
 
 
 def test_the_papers_epochs():

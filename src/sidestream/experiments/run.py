@@ -25,10 +25,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from sidestream.experiments.engine import Engine, LocalEngine
 from sidestream.experiments.provenance import open_run, record_call, write_whole
 from sidestream.experiments.results import Outcome, cell, check_results, compared, load_results, over_seeds
-from sidestream.experiments.settings import to_json
+from sidestream.experiments.settings import Settings, to_json
 from sidestream.experiments.table import load
 
-S = TypeVar("S")
+S = TypeVar("S", bound=Settings)
 OUTCOMES = "outcomes.json"
 
 
@@ -51,8 +51,8 @@ class Job:
     name: str
     """Its folder in the run directory."""
     work: Callable[[], Any]
-    """Does it and gives back what it `Measured`, or anything else where there is nothing to measure. Needed jobs may have
-    been done by another process: everything passes through files."""
+    """Does it and gives back what it `Measured`, or anything else where there is nothing to measure. The jobs it needs
+    may have been done by another process: everything passes through files."""
     needs: tuple[str, ...] = ()
     """Names of the jobs that must have finished."""
     stages: Mapping[Path, int] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Work(Generic[S]):
     """
 
     def __init__(self, settings: S, directory: Path, *, show: bool = True) -> None:
-        self.settings: Any = settings
+        self.settings = settings
         self.directory = directory
         self.show = show
 

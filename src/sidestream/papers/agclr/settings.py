@@ -325,7 +325,7 @@ def published(arm: str, metric: str, where: dict[str, Any]) -> float | None:
     if metric == "cosine":
         # The paper does not say on which data set; both of its curricula for GPT-2 end at 6 latents.
         return {"coconut": 0.126, "agclr": 0.22}.get(arm) if where["pass"] == 6 else None
-    if where.get("latents", "learned") != "learned":
+    if where.get("latents", "learned") != "learned" or "stage" in where:
         return None
     found = _PAPER.get(arm, {}).get(where["task"])
     if isinstance(found, tuple):
