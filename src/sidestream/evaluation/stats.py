@@ -79,11 +79,11 @@ def mean_and_band(values: ArrayLike) -> tuple[float, float, float]:
 def retrained(
     values: ArrayLike, intervals: Sequence[Sequence[float]] = (), *, share: bool, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """Interval of a mean over seeds that covers retraining: where another training, asked other problems, would lie.
+    """Interval of a mean over seeds that covers retraining: of the mean over all trainings, on all problems.
 
-    Student's t over the seeds' values, and never narrower about the mean than what the seeds' own intervals over
-    problems are on average: all seeds are asked the same problems, so more seeds do not sharpen that, and seeds that
-    agree to the last problem claim no certainty.
+    Student's t over the seeds' values, and never narrower than the seeds' own intervals over problems are on average:
+    all seeds are asked the same problems, so more seeds do not sharpen that, and seeds that agree to the last problem
+    claim no certainty.
 
     Args:
         values: one a seed, two or more.
