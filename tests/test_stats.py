@@ -137,7 +137,8 @@ def test_an_interval_over_seeds_is_students_and_no_narrower_than_over_problems()
     assert retrained(values, share=False) == pytest.approx((0.94 - half, 0.94 + half), abs=1e-6)
     assert retrained(values, share=True) == pytest.approx((0.94 - half, 1.0), abs=1e-6)
     agreed = [wilson(50, 50)] * 5
-    assert retrained([1.0] * 5, agreed, share=True) == agreed[0], "seeds that agree say nothing of other problems"
+    # Seeds that agree say nothing of other problems.
+    assert retrained([1.0] * 5, agreed, share=True) == pytest.approx(agreed[0])
     assert retrained([0.5, 0.5], [(0.4, 0.6), (0.3, 0.7)], share=True) == pytest.approx((0.35, 0.65))
     with pytest.raises(ValueError, match="at least two seeds"):
         retrained([0.5], share=True)

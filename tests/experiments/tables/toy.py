@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from random import Random
+from statistics import mean
 
 from sidestream.experiments.report.figures import bars_figure
 from sidestream.experiments.report.page import Section
@@ -15,8 +16,6 @@ LISTED = {"toy.coin": {"title": "Which way a coin falls (a test)", "smoke": "no 
 
 @dataclass(frozen=True, kw_only=True)
 class Coin(Tested):
-    """Settings of the table."""
-
     throws: int = 40
     """Throws to learn from."""
 
@@ -26,8 +25,6 @@ class Coin(Tested):
 
 
 class CoinWork(Work[Coin]):
-    """Throws are drawn from the seed; a model is the side that it names."""
-
     def throws(self, split: str, count: int) -> list[int]:
         rng = Random(f"{split} {self.settings.seed if split == 'train' else 0}")
         return [int(rng.random() < 0.7) for _ in range(count)]
@@ -36,15 +33,14 @@ class CoinWork(Work[Coin]):
         return str(self.throws("train", self.settings.throws))
 
     def jobs(self) -> list[Job]:
-        base = Job(name="base", work=self.base)
-        return [base, *(Job(name=a, work=lambda a=a: self.arm(a), needs=("base",)) for a in self.settings.arms)]
+        arms = [Job(name=a, work=lambda a=a: self.arm(a), needs=("base",)) for a in self.settings.arms]
+        return [Job(name="base", work=self.base), *arms]
 
-    def base(self) -> None:
-        seen = self.throws("train", self.settings.throws)
-        once(self.directory / "base" / "weights.json", lambda: sum(seen) / len(seen))
+    def base(self) -> float:
+        return once(self.directory / "base" / "weights.json", lambda: mean(self.throws("train", self.settings.throws)))
 
     def arm(self, arm: str) -> Measured:
-        share = once(self.directory / "base" / "weights.json", lambda: 1 / 0)  # the base has made it
+        share = self.base()
         side = round(share) if arm == "learned" else 0
         right = [side == throw for throw in self.throws(self.settings.split, self.settings.test_problems)]
         return Measured(outcomes=[Outcome(arm=arm, metric="right", where={}, values=right)], facts={"parameters": 1})
@@ -54,7 +50,7 @@ class CoinWork(Work[Coin]):
 
 
 def sections(page):
-    drawn = bars_figure({"Right": page.entries}, page.looks)
+    drawn = bars_figure({"Guessed right": page.entries}, page.looks)
     yield Section("Guesses", page.figure("guesses", "Guesses", drawn, "Share of throws guessed."))
 
 

@@ -96,7 +96,8 @@ class Page:
         """The cells of outcomes that were kept beside the results (`Outcome.beside`); none where there are none."""
 
         def read(found: Any) -> list[Entry]:
-            return merge_seeds([{**self.results, "cells": found["cells"]}])
+            # Runs from before outcomes were kept have another file of that name: their report comes without its figure.
+            return merge_seeds([{**self.results, "cells": found.get("cells", [])}])
 
         return [entry for entries in self.beside(f"{name}.json", read) for entry in entries]
 
