@@ -201,7 +201,7 @@ def test_an_error_in_a_process_is_told_and_a_dead_one_too(tmp_path, monkeypatch)
     text = (TOYS / "toy.py").read_text(encoding="utf-8").replace("toy.coin", "bad.coin")
     crash = "import os\n        if arm == 'learned':\n            os.kill(os.getpid(), 9)"
     crash += "\n        raise ValueError('no')"
-    (tmp_path / "bad.py").write_text(text.replace("share = once(", f"{crash}\n        share = once(", 1))
+    (tmp_path / "bad.py").write_text(text.replace("share = self.base()", f"{crash}\n        share = self.base()", 1))
     with pytest.raises(ValueError, match="^no$"):
         run(coin("bad.coin", arms=("fixed",)), tmp_path / "a", engine=LocalEngine(2))
     with pytest.raises(BrokenProcessPool):
