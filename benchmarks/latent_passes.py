@@ -27,12 +27,12 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from sidestream import attach
 from sidestream.channels import StreamConfig
+from sidestream.experiments.provenance import provenance, write_whole
+from sidestream.experiments.results import cell, check_results
 from sidestream.lm.cache import CACHE_NAME
 from sidestream.lm.layout import Layout, Row, collate
 from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss
-from sidestream.papers.experiment import provenance, write_whole
-from sidestream.papers.results import check_results
-from sidestream.papers.speed import cell
+from sidestream.papers.lsar import speed
 
 
 def described_forward(lm: Any, stream: Any, batch: dict[str, Tensor], latent_id: int) -> tuple[Tensor, Tensor]:
@@ -151,12 +151,12 @@ def measured(args: argparse.Namespace, width: int, layers: int, vocabulary: int)
     model.eval()
     evaluation = timed({"engine": engine_answers, "loop": described_answers}, args.repeats, args.device)
     where = {"model": f"{layers} blocks of {width}, {vocabulary:,} tokens"}
-    cells = []
+    found = []
     for what, times in (("training step", training), ("evaluation", evaluation)):
-        ratios = [loop / engine for loop, engine in zip(times["loop"], times["engine"], strict=True)]
-        cells.append(cell(what, "engine_over_loop", where, ratios))
-        cells += [cell(f"{what}, {name}", "ms", where, [1e3 * one for one in times[name]]) for name in times]
-    return cells
+        ratios = speed.over(times["loop"], times["engine"])
+        found.append(speed.timed(what, "engine_over_loop", where, ratios))
+        found += [speed.timed(f"{what}, {name}", "ms", where, [1e3 * one for one in times[name]]) for name in times]
+    return [cell(outcome, speed.TABLES[0]) for outcome in found]
 
 
 def size(text: str) -> tuple[int, int, int]:

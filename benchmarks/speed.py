@@ -40,7 +40,7 @@ TWINS = {"static_over_large": "static_over_small", "bandwidth_fraction": "decode
 
 def plan_for(row: str, *, short: bool) -> Any:
     """Sizes and lengths of a row."""
-    from sidestream.papers.speed import Speed, table2, table4
+    from sidestream.papers.lsar.speed import Speed, table2, table4
 
     common: dict[str, Any] = dict(table="speed", scale="cpu", batches=BATCHES.get(row, (1,)))
     if row == "dynamic_over_large":
@@ -69,22 +69,18 @@ def plan_for(row: str, *, short: bool) -> Any:
 
 def measured(row: str, plan: Any, batch: int, dtype: str) -> list[dict[str, Any]]:
     """Cells of one row; where they differ in W or positions, the arm's name says so."""
-    from sidestream.papers import speed, speed_rows
+    from sidestream.experiments.results import cell as cell_of
+    from sidestream.papers.lsar import speed, speed_rows
 
+    common: dict[str, Any] = dict(batch=batch, dtype=dtype)
     if row in ("static_over_small", "dynamic_over_large"):
-        cells: list[dict[str, Any]] = []
-        for family in plan.families:
-            cells += speed.decoding_cells(
-                plan, dynamic=row == "dynamic_over_large", batch=batch, dtype=dtype, family=family
-            )
+        common["dynamic"] = row == "dynamic_over_large"
+        found = [one for family in plan.families for one in speed.decoding(plan, **common, family=family)]
     elif row == "memory_over_large":
-        cells = []
-        for size in plan.windows:
-            cells += speed.memory_cells(plan, dynamic=False, batch=batch, dtype=dtype, size=size)
+        found = [one for size in plan.windows for one in speed.memory(plan, **common, dynamic=False, size=size)]
     else:
-        cells = getattr(speed_rows, "training" if row == "training_over_bare_loop" else row)(
-            plan, batch=batch, dtype=dtype
-        )
+        found = getattr(speed_rows, "training" if row == "training_over_bare_loop" else row)(plan, **common)
+    cells = [cell_of(outcome, speed.TABLES[0]) for outcome in found]
     for cell in cells:
         where = cell["where"]
         if "W" in where:
@@ -112,9 +108,10 @@ def main() -> None:
 
     import torch
 
-    from sidestream.papers.experiment import provenance, results_of, write_whole
-    from sidestream.papers.results import check_results, load_results
-    from sidestream.papers.speed import NOTES
+    from sidestream.experiments.provenance import provenance, write_whole
+    from sidestream.experiments.results import check_results, load_results
+    from sidestream.experiments.run import results_of
+    from sidestream.papers.lsar.speed import NOTES
 
     torch.set_num_threads(args.threads)
     started = time.monotonic()

@@ -38,10 +38,12 @@ def main() -> None:
 
     import torch
 
+    from sidestream.experiments.provenance import provenance, write_whole
+    from sidestream.experiments.results import cell as cell_of
+    from sidestream.experiments.run import results_of
     from sidestream.lm.cache import Window
     from sidestream.lm.decode import LeanDecoder
-    from sidestream.papers import speed
-    from sidestream.papers.experiment import provenance, results_of, write_whole
+    from sidestream.papers.lsar import speed
 
     torch.set_num_threads(args.threads)
     started = time.monotonic()
@@ -104,7 +106,8 @@ def main() -> None:
         rate = matrices.nbytes / statistics.median(seconds.pop(("bound", "read")))
 
         def add(table, arm, part, samples):
-            cells.append(speed.cell(f"{arm}: {part}", "ms", {"table": table}, [1e3 * one for one in samples]))
+            found = speed.timed(f"{arm}: {part}", "ms", {"table": table}, [1e3 * one for one in samples])
+            cells.append(cell_of(found, speed.TABLES[0]))
 
         for (arm, part), samples in seconds.items():
             add("4", arm, part, samples)

@@ -26,10 +26,10 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sidestream.commands.generate import load_run
 from sidestream.evaluation.goals import goal_cells, goal_outcomes, goal_ranks, offered_goals
 from sidestream.evaluation.stats import wilson
+from sidestream.experiments.provenance import provenance
+from sidestream.experiments.results import check_results
 from sidestream.lm.base import chat_template, offsets, pooled_goals
 from sidestream.lm.cache import CACHE_NAME
-from sidestream.papers.experiment import provenance
-from sidestream.papers.results import check_results
 from sidestream.tasks import goals_agents
 from sidestream.tasks.base import data_hash, write_jsonl
 from sidestream.tasks.goals import GoalRecord, read_goals, tokens

@@ -1,4 +1,4 @@
-"""Imports run one way: cli -> papers -> evaluation, training -> lm -> channels; tasks know nobody. Files stay short."""
+"""Imports run one way: cli -> papers -> experiments, training, evaluation -> lm -> channels; tasks know nobody."""
 
 import ast
 import sys
@@ -13,7 +13,8 @@ LAYERS = {
     "lm": {"lm", "channels"},
     "training": {"training", "lm", "channels", "tasks"},
     "evaluation": {"evaluation", "lm", "channels", "tasks"},
-    "papers": {"papers", "evaluation", "training", "lm", "channels", "tasks"},
+    "experiments": {"experiments", "evaluation"},
+    "papers": {"papers", "experiments", "evaluation", "training", "lm", "channels", "tasks"},
     "__init__": {"lm", "channels"},
 }
 LAYERS["commands"] = {*LAYERS["papers"], "commands", "__init__"}
@@ -23,7 +24,7 @@ TORCH = {"torch", "jaxtyping"}
 OUTSIDE = {"channels": TORCH, "tasks": {"numpy", "datasets"}}
 TRANSFORMERS = {"lm", "training"}
 SIDEWAYS = {("channels.goal", "channels.stream"), ("channels.stream", "channels.goal")}
-READS_FILES_ONLY = "papers.report"
+READS_FILES_ONLY = "experiments.report.page"
 STDLIB = sys.stdlib_module_names
 
 
@@ -115,7 +116,12 @@ def test_imports_run_one_way():
         ("tasks.treasure", "from .blocksworld import bfs", "tasks.treasure imports tasks.blocksworld"),
         ("evaluation.stats", "import transformers.trainer", "evaluation.stats imports transformers"),
         ("training.loop", "from sidestream.evaluation.stats import sem", "training.loop imports evaluation.stats"),
-        ("papers.results", "import torch", "papers.report reaches torch through papers.results"),
+        ("experiments.run", "from sidestream.papers import lsar", "experiments.run imports papers.lsar"),
+        (
+            "experiments.results",
+            "import torch",
+            "experiments.report.page reaches torch through experiments.results",
+        ),
         ("lm.text", "import sidestream.cli", "lm.text imports cli"),
     ],
 )
@@ -141,8 +147,11 @@ def test_the_check_finds_a_planted_import(tmp_path, module, line, complaint):
         "evaluation.__init__": "",
         "evaluation.stats": "import scipy",
         "papers.__init__": "",
-        "papers.results": "import json",
-        "papers.report": "from sidestream.papers.results import read",
+        "experiments.__init__": "",
+        "experiments.report.__init__": "",
+        "experiments.results": "import json",
+        "experiments.report.page": "from sidestream.experiments.results import read",
+        "experiments.run": "import json",
         "papers.lsar": "from sidestream.training import loop",
     }
     for name, text in {**skeleton, module: skeleton[module] + "\n" + line}.items():
@@ -159,3 +168,16 @@ def test_files_are_short_and_named_for_what_they_hold():
     long = {path.name: count for path in paths if (count := len(path.read_text(encoding="utf-8").splitlines())) > 500}
     assert long == {}
     assert not {"utils.py", "common.py", "helpers.py", "misc.py"} & {path.name for path in paths}
+
+
+def test_the_command_knows_no_table_by_name():
+    """Nor does the kernel: a table is there by its own file."""
+    from sidestream.experiments.table import listed
+
+    for path in (SOURCE / "cli.py", *(SOURCE / "experiments").rglob("*.py")):
+        strings = [
+            node.value
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        assert not set(strings) & set(listed()), path

@@ -1,11 +1,8 @@
 """The command: what it says, what it refuses, and whole runs at smoke scale."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -15,9 +12,13 @@ import yaml
 from safetensors.torch import load_file
 
 from sidestream import cli
-from sidestream.papers import lsar, report
-from sidestream.papers.experiment import to_json
-from sidestream.papers.results import check_results
+from sidestream.experiments import run as kernel
+from sidestream.experiments.provenance import open_run
+from sidestream.experiments.report import page
+from sidestream.experiments.results import check_results
+from sidestream.experiments.settings import to_json
+from sidestream.experiments.table import listed
+from sidestream.papers.lsar import recall
 from sidestream.training.loop import TrainingStopped
 
 SMOKE = ["run", "lsar.table1", "--scale", "smoke"]
@@ -29,7 +30,7 @@ class Stop(BaseException):
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[tuple[lsar.Table1, Path, dict]]:
+def asked(monkeypatch) -> list[tuple[recall.Recall, Path, dict]]:
     """What a run would have been started with; nothing runs."""
     calls = []
 
@@ -37,11 +38,11 @@ def asked(monkeypatch) -> list[tuple[lsar.Table1, Path, dict]]:
         calls.append((experiment, out, options))
         raise Stop
 
-    monkeypatch.setattr(lsar, "run_table1", run)
+    monkeypatch.setattr(kernel, "run", run)
     return calls
 
 
-def started(asked: list, *words: str) -> lsar.Table1:
+def started(asked: list, *words: str) -> recall.Recall:
     """The experiment that these words would run."""
     with pytest.raises(Stop):
         cli.main(["run", "lsar.table1", *words])
@@ -84,7 +85,7 @@ def test_tables_lists_every_scale_with_its_cost(capfd):
     cli.main(["tables"])
     out = capfd.readouterr().out
     for scale in cli.SCALES:
-        assert f"--scale {scale}" in out and cli.COSTS["lsar.table1"][scale] in out
+        assert f"--scale {scale}" in out and listed()["lsar.table1"].costs[scale] in out
 
 
 def test_version(capfd):
@@ -101,7 +102,7 @@ def test_help_of_a_table_explains_every_field(capfd, monkeypatch):
     text = " ".join(out.split())
     assert "W, tokens the text channel sees. (type: int, default: 48)" in text
     assert "stage2: E_pred" in text and "Decoder blocks." in text and "Decoupled decay, at each" in text
-    parser = cli._parser("lsar.table1", lsar.table1("cpu"))
+    parser = cli._parser("lsar.table1", "title", recall.table1("cpu"))
     for action in parser._actions:
         if action.dest != "table":
             assert action.help and action.option_strings[0] in out, f"{action.dest} is not explained"
@@ -113,14 +114,15 @@ def test_help_of_a_table_explains_every_field(capfd, monkeypatch):
 
 
 def test_default_scale_is_cpu(asked):
-    assert started(asked) == lsar.table1("cpu")
+    assert started(asked) == recall.table1("cpu")
     assert asked[-1][1] == Path("runs/lsar.table1/cpu-seed0")
-    assert asked[-1][2] == {"command": "sidestream run lsar.table1", "resume": False, "jobs": None}
+    engine = asked[-1][2].pop("engine")
+    assert engine.jobs is None and asked[-1][2] == {"command": "sidestream run lsar.table1", "resume": False}
 
 
 @pytest.mark.parametrize("scale", ["smoke", "cpu"])
 def test_scale_alone_gives_the_experiment_of_that_name(asked, scale):
-    assert started(asked, "--scale", scale) == lsar.table1(scale)
+    assert started(asked, "--scale", scale) == recall.table1(scale)
 
 
 def test_fields_override(asked):
@@ -128,7 +130,7 @@ def test_fields_override(asked):
     words += ["--arms", "[baseline,static]", "--horizons", "[5, 70]", "--haystack", "some file.txt", "--resume"]
     words += ["--stage2.learning_rate", "1e-5", "--stage1.gradient_checkpointing", "true", "--jobs", "2"]
     experiment = started(asked, *words)
-    wanted = to_json(lsar.table1("smoke"))
+    wanted = to_json(recall.table1("smoke"))
     wanted.update(seed=3, window=40, arms=["baseline", "static"], horizons=[5, 70], haystack="some file.txt")
     wanted["stage3"]["steps"] = wanted["encoder"]["layers"] = 2
     wanted["stage2"]["learning_rate"] = 1e-5
@@ -136,7 +138,7 @@ def test_fields_override(asked):
     assert to_json(experiment) == wanted
     _, out, options = asked[-1]
     assert out == Path("runs/lsar.table1/smoke-seed3")
-    assert (options["resume"], options["jobs"]) == (True, 2)
+    assert (options["resume"], options["engine"].jobs) == (True, 2)
     assert "--resume" not in options["command"] and "'some file.txt'" in options["command"]
 
 
@@ -148,21 +150,21 @@ def test_printed_config_gives_the_same_experiment(asked, capfd, tmp_path):
     printed = capfd.readouterr().out
     file = tmp_path / "settings.yaml"
     file.write_text(printed, encoding="utf-8")
-    assert started(asked, "--config", str(file)) == experiment != lsar.table1("smoke")
+    assert started(asked, "--config", str(file)) == experiment != recall.table1("smoke")
     assert started(asked, "--config", str(file), "--window", "50").window == 50
     assert yaml.safe_load(printed)["scale"] == "smoke"
 
 
 def test_a_runs_own_file_is_a_config(asked, tmp_path):
     file = tmp_path / "experiment.json"
-    record = to_json(lsar.table1("smoke"))
+    record = to_json(recall.table1("smoke"))
     record["stage1"]["learning_rate"] = 1e-05
     file.write_text(json.dumps(record), encoding="utf-8")
     assert to_json(started(asked, "--config", str(file))) == record
     part = tmp_path / "part.yaml"
     part.write_text("scale: smoke\nstage2:\n  steps: 9\n", encoding="utf-8")
     experiment = started(asked, "--config", str(part))
-    assert (experiment.stage2.steps, experiment.window) == (9, lsar.table1("smoke").window)
+    assert (experiment.stage2.steps, experiment.window) == (9, recall.table1("smoke").window)
 
 
 # ---------------------------------------------------------------- mistakes
@@ -231,7 +233,7 @@ def test_a_config_of_another_scale(capfd, asked, tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("scale: cpu\n", encoding="utf-8")
     assert "leave one of them out" in refused(capfd, *SMOKE, "--config", str(file))
-    assert started(asked, "--config", str(file)) == lsar.table1("cpu")
+    assert started(asked, "--config", str(file)) == recall.table1("cpu")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(words, part, ca
 
 def test_run_directories_that_are_taken(capfd, tmp_path):
     run = tmp_path / "run"
-    lsar.open_run(run, lsar.table1("smoke"), resume=False)
+    open_run(run, recall.table1("smoke"), resume=False)
     assert "add --resume" in refused(capfd, *SMOKE, "--out", str(run))
     assert "seed is 0 there and 1 here" in refused(capfd, *SMOKE, "--seed", "1", "--resume", "--out", str(run))
     (tmp_path / "other").mkdir()
@@ -269,7 +271,7 @@ def test_run_directories_that_are_taken(capfd, tmp_path):
 
 def test_paper_scale_without_a_gpu_warns_and_goes_on(asked, capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert started(asked, "--scale", "paper") == lsar.table1("paper")
+    assert started(asked, "--scale", "paper") == recall.table1("paper")
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and "no GPU" in err
     hours = float(err.split("about ")[1].split(" hours")[0].replace(",", ""))
@@ -294,7 +296,7 @@ def test_trouble_on_the_way_is_one_line(error, parts, capfd, monkeypatch, tmp_pa
     def run(*_, **__):
         raise error
 
-    monkeypatch.setattr(lsar, "run_table1", run)
+    monkeypatch.setattr(kernel, "run", run)
     line = refused(capfd, *SMOKE, "--out", str(tmp_path / "run"))
     assert all(part in line for part in parts), line
 
@@ -303,7 +305,7 @@ def test_our_own_errors_are_not_hidden(monkeypatch, tmp_path):
     def run(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(lsar, "run_table1", run)
+    monkeypatch.setattr(kernel, "run", run)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main([*SMOKE, "--out", str(tmp_path / "run")])
 
@@ -312,7 +314,7 @@ def test_interrupt_says_how_to_go_on(capfd, monkeypatch, tmp_path):
     def run(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lsar, "run_table1", run)
+    monkeypatch.setattr(kernel, "run", run)
     assert cli.main([*SMOKE, "--out", str(tmp_path / "run")]) == 130
     assert "--resume" in capfd.readouterr().err
 
@@ -342,12 +344,12 @@ def whole(tmp_path_factory) -> Path:
 def test_smoke_run_has_every_cell_and_a_report(whole):
     results = results_of(whole)
     check_results(results)
-    experiment = lsar.table1("smoke")
+    experiment = recall.table1("smoke")
     found = {(cell["arm"], cell["where"]["H"], cell["where"]["W"], cell["metric"]) for cell in results["cells"]}
     metrics = ("item_exact", "code_exact", "code_token")
     assert found == {
         (arm, horizon, experiment.window, metric)
-        for arm in ("baseline", *lsar.STATIC_ARMS)
+        for arm in ("baseline", *recall.STATIC_ARMS)
         for horizon in experiment.horizons
         for metric in metrics
     }
@@ -363,8 +365,8 @@ def test_smoke_run_has_every_cell_and_a_report(whole):
 
 
 def test_finished_run_is_read_again_and_nothing_is_trained(whole, capfd, monkeypatch):
-    monkeypatch.setattr(lsar, "_Table1Run", lambda *_, **__: pytest.fail("it trains again"))
-    monkeypatch.setattr(report, "write_report", lambda directory: directory / "report.html")
+    monkeypatch.setattr(recall.RecallWork, "jobs", lambda self: pytest.fail("it trains again"))
+    monkeypatch.setattr(page, "write_report", lambda directory: directory / "report.html")
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     assert cli.main([*SMOKE, "--out", str(whole), "--resume"]) == 0
     assert "LS-AR Static (faithful)" in capfd.readouterr().out
@@ -392,9 +394,9 @@ def same_weights(mine: Path, theirs: Path) -> bool:
 
 def test_run_stopped_in_the_middle_ends_with_the_same_cells(whole, tmp_path, capfd, monkeypatch):
     """Stopped after the second arm's training, before its evaluation. One command serves both times."""
-    monkeypatch.setattr(report, "write_report", lambda directory: directory / "report.html")
+    monkeypatch.setattr(page, "write_report", lambda directory: directory / "report.html")
     words = [*SMOKE, "--arms", "[baseline,static]", "--out", str(tmp_path / "run"), "--jobs", "1", "--resume"]
-    answer, evaluated = lsar.answer_treasure, []
+    answer, evaluated = recall.answer_treasure, []
 
     def stop_at_fifth(*args, **kwargs):
         evaluated.append(1)
@@ -403,7 +405,7 @@ def test_run_stopped_in_the_middle_ends_with_the_same_cells(whole, tmp_path, cap
         return answer(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lsar, "answer_treasure", stop_at_fifth)
+        patch.setattr(recall, "answer_treasure", stop_at_fifth)
         with pytest.raises(Stop):
             cli.main(words)
     capfd.readouterr()
@@ -421,7 +423,7 @@ def test_haystack_that_changed_is_refused_on_resume(tmp_path, capfd, monkeypatch
     haystack = tmp_path / "book.txt"
     haystack.write_text(NEUTRAL, encoding="utf-8")
     words = [*SMOKE, "--haystack", str(haystack), "--out", str(tmp_path / "run"), "--jobs", "1"]
-    monkeypatch.setattr(lsar._Table1Run, "base", lambda self: (_ for _ in ()).throw(Stop))
+    monkeypatch.setattr(recall.RecallWork, "base", lambda self: (_ for _ in ()).throw(Stop))
     with pytest.raises(Stop):
         cli.main(words)
     problems = (tmp_path / "run" / "test-H12.jsonl").read_text(encoding="utf-8")
@@ -429,72 +431,3 @@ def test_haystack_that_changed_is_refused_on_resume(tmp_path, capfd, monkeypatch
     haystack.write_text(NEUTRAL.replace("cook", "captain"), encoding="utf-8")
     capfd.readouterr()
     assert "the data are not those" in refused(capfd, *words, "--resume")
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-c", "import sys; from sidestream.cli import main; sys.exit(main())", *words]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_normal_run_says_nothing_on_stderr(tmp_path):
-    words = ["--arms", "[baseline,static]", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command(*SMOKE, *words), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "report" in done.stdout and "Warning" not in done.stdout
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    """Running, not only waiting for its parent to take note of its end."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers through /proc")
-def test_killed_run_with_workers_ends_with_the_same_cells(tmp_path):
-    """SIGKILL of the command alone: its workers must not go on writing, and the run can be resumed."""
-    words = [*SMOKE, "--arms", "[baseline,static]", "--stage3.steps", "60", "--stage3.save_every", "10", "--out"]
-    assert cli.main([*words, str(tmp_path / "whole"), "--jobs", "1"]) == 0
-    run = subprocess.Popen(command(*words, str(tmp_path / "run"), "--jobs", "2"), stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 100
-    while not list((tmp_path / "run").glob("*/stage3/checkpoint-10")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    workers = children(run.pid)
-    run.send_signal(signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL and len(workers) >= 2
-    assert not (tmp_path / "run" / "results.json").exists(), "it was to be killed half-way"
-    while any(map(alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, workers)), "workers outlive their parent"
-    assert cli.main([*words, str(tmp_path / "run"), "--resume", "--jobs", "1"]) == 0
-    assert cells(tmp_path / "run") == cells(tmp_path / "whole")
-    assert same_weights(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_interrupted_command_says_how_to_go_on(tmp_path):
-    """Ctrl-C reaches the command and its workers alike, as from a terminal."""
-    run = subprocess.Popen(
-        command(*SMOKE, "--out", str(tmp_path / "run"), "--stage1.steps", "2000"),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 100
-    while not list((tmp_path / "run").glob("*/stage1/metrics.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(1)
-    os.killpg(run.pid, signal.SIGINT)
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 130
-    assert err.strip().splitlines() == ["sidestream: stopped; run the same command with --resume to go on"]

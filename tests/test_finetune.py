@@ -12,9 +12,9 @@ import torch
 import sidestream
 from sidestream import cli
 from sidestream.evaluation.goals import _other_goals, goal_cells, goal_outcomes, goal_ranks
+from sidestream.experiments.results import load_results
 from sidestream.lm.base import load_base, load_tokenizer, offsets, pooled_goals
 from sidestream.lm.card import push_to_hub, shown_name, write_card
-from sidestream.papers.results import load_results
 from sidestream.tasks import goals_agents
 from sidestream.tasks.goals import GoalRecord, Tokens, read_goals, tokens
 from sidestream.training import loop

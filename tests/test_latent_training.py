@@ -18,8 +18,8 @@ from sidestream.lm.attach import attach
 from sidestream.lm.backbones import Backbone
 from sidestream.lm.layout import UNSCORED, Layout
 from sidestream.lm.passes import PassConfig, latent_passes
-from sidestream.papers.agclr import ARMS
-from sidestream.papers.agclr_models import TextForm
+from sidestream.papers.agclr.settings import ARMS
+from sidestream.papers.agclr.work import TextForm
 from sidestream.tasks.hops import HopsConfig, problems, words
 from sidestream.training import loop as loop_module
 from sidestream.training.curriculum import (

@@ -55,7 +55,7 @@ def test_pinned_is_the_goals_text_in_front(family):
     pieces = [T - 3, 1, 1, 1]
     if family in REFUSALS:
         with pytest.raises(ValueError, match=REFUSALS[family]):
-            feed(model, model.new_cache(GOALS, window=REINDEX), pieces)
+            feed(model, model.new_cache(GOALS), pieces)
         return
     whole = feed(model, model.new_cache(GOALS), pieces)
     last = feed(model, model.new_cache(GOALS, window=REINDEX), pieces)

@@ -20,7 +20,7 @@ def test_python_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("page", ["README.md", "docs/measurements.md"])
 def test_tables_come_from_results(page: str, tmp_path: Path) -> None:
     """Rewriting the tables from `results/` changes nothing; a changed number would be put right."""
-    from sidestream.papers.results import update_readme
+    from sidestream.experiments.report.tables import update_readme
 
     copy, text = tmp_path / "page.md", (ROOT / page).read_text(encoding="utf-8")
     shutil.copy(ROOT / page, copy)

@@ -7,11 +7,13 @@ import torch
 
 from families import FAMILIES, TRIGGERS, attached, close, differ, open_gate, settings, tiny, tokens, unchecked_types
 from sidestream import Window, attach
+from sidestream.experiments.results import cell
+from sidestream.experiments.run import run
+from sidestream.experiments.settings import from_json, to_json
 from sidestream.lm.blocks import decoder_blocks
 from sidestream.lm.decode import LeanDecoder, greedy
 from sidestream.lm.lean import Linear, packed
-from sidestream.papers.experiment import from_json, to_json
-from sidestream.papers.speed import Speed, cell, interleaved, over, run_speed, table2, table4
+from sidestream.papers.lsar.speed import TABLES, Speed, interleaved, over, table2, table4, timed
 
 IDS, GOALS = tokens(3, 12), tokens(3, 5, seed=1)
 PAD = (3, 0, 5)
@@ -203,15 +205,15 @@ def test_a_packed_map_is_the_same_map():
 def test_a_table_runs_at_smoke_scale(make, own, tmp_path):
     plan = replace(make("smoke"), windows=(16,), batches=(2,), repeats=2, new_tokens=4)
     assert from_json(Speed, to_json(plan)) == plan
-    results = run_speed(plan, tmp_path / "run", command="tests")
+    results = run(plan, tmp_path / "run", command="tests")
     rows = {(cell["arm"], cell["metric"]) for cell in results["cells"]}
     ratios = {(own, f"{own}_over_small"), (own, f"{own}_over_large")}
     assert rows == ratios | {(arm, "tokens_per_s") for arm in (own, "small", "large")}
     assert len(results["cells"]) == 5 * len(plan.families)
     assert all(cell["n"] == len(cell["samples"]) == 2 and cell["value"] > 0 for cell in results["cells"])
-    assert run_speed(plan, tmp_path / "run", command="tests", resume=True) == results
+    assert run(plan, tmp_path / "run", command="tests", resume=True) == results
     with pytest.raises(ValueError, match="already holds this run"):
-        run_speed(plan, tmp_path / "run", command="tests")
+        run(plan, tmp_path / "run", command="tests")
 
 
 def test_a_ratio_is_taken_within_a_round():
@@ -222,15 +224,15 @@ def test_a_ratio_is_taken_within_a_round():
     turns: list[str] = []
     interleaved({name: lambda name=name: turns.append(name) or 0.0 for name in "ab"}, 3)
     assert turns == ["b", "a", "a", "b", "b", "a", "a", "b"], "there and back"
-    one = cell("ours", "ours_over_theirs", {}, over(seconds["theirs"], seconds["ours"]))
+    one = cell(timed("ours", "ours_over_theirs", {}, over(seconds["theirs"], seconds["ours"])), TABLES[0])
     assert one["value"] == 2.0 and one["samples"] == [2.0, 2.0, 2.2]
 
 
 def test_settings_that_make_no_sense():
     for change, message in [
-        ({"windows": ()}, "windows is empty"),
-        ({"dtypes": ("fp16",)}, "'fp16' is unknown; use fp32 or bf16"),
-        ({"families": ("opt",)}, "'opt' is unknown"),
+        ({"windows": ()}, "windows is .*give at least one"),
+        ({"dtypes": ("fp16",)}, "dtypes names the unknown 'fp16'; use fp32, bf16"),
+        ({"families": ("opt",)}, "families names the unknown 'opt'"),
         ({"repeats": 0}, "repeats is 0"),
         ({"batches": (0,)}, "at least 1 row"),
     ]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from sidestream.evaluation.stats import mcnemar_exact, mean_sem, paired_bootstrap, sem, wilson
+from sidestream.evaluation.stats import mcnemar_exact, mean_sem, paired_bootstrap, retrained, sem, wilson
 
 
 def wilson_by_hand(k: int, n: int, confidence: float) -> tuple[float, float]:
@@ -129,3 +129,25 @@ def test_bootstrap_of_equal_arms_is_a_point_and_of_one_problem_an_error():
     assert paired_bootstrap([1, 1, 1], [0, 0, 0]) == (1, 1, 1)
     with pytest.raises(ValueError, match="at least two"):
         paired_bootstrap([1], [0])
+
+
+def test_an_interval_over_seeds_is_students_and_no_narrower_than_over_problems():
+    values = [0.90, 0.94, 0.98]
+    half = 4.302653 * 0.04 / math.sqrt(3)  # t of two degrees of freedom at 97.5%
+    assert retrained(values, share=False) == pytest.approx((0.94 - half, 0.94 + half), abs=1e-6)
+    assert retrained(values, share=True) == pytest.approx((0.94 - half, 1.0), abs=1e-6)
+    agreed = [wilson(50, 50)] * 5
+    # Seeds that agree say nothing of other problems.
+    assert retrained([1.0] * 5, agreed, share=True) == pytest.approx(agreed[0])
+    assert retrained([0.5, 0.5], [(0.4, 0.6), (0.3, 0.7)], share=True) == pytest.approx((0.35, 0.65))
+    with pytest.raises(ValueError, match="at least two seeds"):
+        retrained([0.5], share=True)
+
+
+def test_an_interval_over_seeds_covers_the_mean_of_all_trainings_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    drawn = rng.normal(0.7, 0.05, size=(2000, 3))
+    covered = np.mean([low <= 0.7 <= high for low, high in (retrained(row, share=False) for row in drawn)])
+    assert 0.93 < covered < 0.97
+    normal = [abs(row.mean() - 0.7) <= 1.96 * sem(row) for row in drawn]
+    assert np.mean(normal) < 0.9, "with three seeds the normal interval is too narrow"

@@ -11,18 +11,19 @@ import pytest
 import torch
 from matplotlib import colors as mcolors
 from matplotlib.image import imread
+from test_report import Page, invented, planning_cells, write
 
 from families import open_gate, our_hooks, tiny
 from sidestream import AttachedLM, GoalConfig, attach
 from sidestream.evaluation.tracking import movement_pairs, trigger_cost, vector_movement
+from sidestream.experiments.report.page import write_report
+from sidestream.experiments.table import load
 from sidestream.lm.text import WordVocabulary
-from sidestream.papers.pictures import arm_looks
 from sidestream.papers.planning_pictures import FRAME, HEIGHT, RAIL, REST, plan_lines, rollout_svg, standalone
-from sidestream.papers.report import plan_outcomes, write_report
+from sidestream.papers.planning_report import plan_outcomes
 from sidestream.tasks.blocksworld import HELD, TABLE, optimal_length, ranked_actions, trace
 from sidestream.tasks.blocksworld_data import TRIGGER, WORDS, BlocksworldConfig
 from sidestream.tasks.blocksworld_loop import Episode, Rollout, emit, episodes, forced_action, perturb, start
-from test_report import Page, invented, planning_cells, write
 
 VOCABULARY = WordVocabulary(WORDS)
 CONFIG = BlocksworldConfig(blocks=(4,))
@@ -217,7 +218,7 @@ def rollouts_file() -> dict:
 
 
 ROLLOUTS = rollouts_file()
-LOOKS = arm_looks("lsar.table3", ["baseline", "dynamic"])
+LOOKS = load("lsar.table3").looks(["baseline", "dynamic"])
 
 
 def positions(svg: str, name: str, cycle: float, at: float) -> tuple[float, float]:
@@ -358,7 +359,7 @@ def test_a_whole_report_of_table_3(whole: Path) -> None:
 
 
 def test_the_pictures_use_each_arms_colour(whole: Path) -> None:
-    looks = arm_looks("lsar.table3", ARMS)
+    looks = load("lsar.table3").looks(ARMS)
     assert looks["dynamic_pool"].color == looks["dynamic"].color and looks["dynamic_pool"].dashed
 
     def has(name: str, color: str) -> bool:
@@ -367,7 +368,7 @@ def test_the_pictures_use_each_arms_colour(whole: Path) -> None:
 
     for name, absent in (("success", "static"), ("blocks", "static"), ("vectors", "static")):
         assert has(name, looks["dynamic"].color)
-        assert not has(name, arm_looks("lsar.table3", [absent])[absent].color)
+        assert not has(name, load("lsar.table3").looks([absent])[absent].color)
     # Two groups of arms, two rows of panels.
     assert imread(whole / "success.png").shape[0] > 1.5 * imread(whole / "vectors.png").shape[0]
 

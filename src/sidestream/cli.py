@@ -19,50 +19,8 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-TABLES = {
-    "lsar.table1": "Treasure Hunt: item and passcode recalled after the prompt left the window (LS-AR Table 1, Fig. 4)",
-    "lsar.table2": "Speed and memory of Static beside the 20-layer and the 4-layer decoder (LS-AR Table 2)",
-    "lsar.table3": "Blocksworld: goals reached after K perturbations, N blocks, W tokens in view (LS-AR Table 3)",
-    "lsar.table4": "Speed and memory of Dynamic beside the 10-layer and the 4-layer decoder (LS-AR Table 4)",
-    "lsar.table5": "Text says goal A, vector goal B: whose is reached, over the share of masked text (LS-AR Table 5)",
-    "audit": "Attacks on the text and on the vector of a model with a goal channel, under every defence",
-    "agclr.table1": "Latent reasoning: accuracy of every method, CoT to CoCoNuT and AGCLR (AGCLR's main table)",
-    "agclr.prosqa": "The same methods on ProsQA alone, where the latents may search (AGCLR)",
-    "agclr.ablations": "The concept stream without a gate, with random ones, or something else in its place (AGCLR)",
-    "agclr.retention": "What later latent passes have in common with the first, and how far the gates open (AGCLR)",
-    "agclr.controls": "Latents replaced or taken out at test; a task whose facts travel through latents only (ours)",
-}
-COSTS = {
-    "lsar.table1": {
-        "smoke": "under a minute on 2 CPU cores",
-        "cpu": "about 11 minutes on 2 CPU cores",
-        "paper": "hours on one GPU; weeks without",
-    },
-    "lsar.table3": {
-        "smoke": "under a minute on 2 CPU cores",
-        "cpu": "about two hours on 2 CPU cores",
-        "paper": "hours on one GPU; weeks without",
-    },
-    "lsar.table5": {
-        "smoke": "under a minute on 2 CPU cores",
-        "cpu": "about an hour on 2 CPU cores",
-        "paper": "days on one GPU",
-    },
-    "audit": {
-        "smoke": "a minute on 2 CPU cores",
-        "cpu": "about an hour on 2 CPU cores for the models of lsar.table5",
-    },
-    **dict.fromkeys(("lsar.table2", "lsar.table4"), dict(smoke="seconds", cpu="an hour", paper="minutes on one GPU")),
-    # An arm is the same training in each of these tables: with one --models for all, it is trained once.
-    **dict.fromkeys(
-        ("agclr.table1", "agclr.prosqa", "agclr.ablations", "agclr.retention", "agclr.controls"),
-        {
-            "smoke": "a minute or two on 2 CPU cores",
-            "cpu": "one to ten minutes an arm and task on one CPU core",
-            "paper": "days on one GPU",
-        },
-    ),
-}
+from sidestream.experiments.table import listed
+
 SCALES = ("smoke", "cpu", "paper")
 
 OUTER = {"train": "train", "eval": "evaluate", "generate": "generate", "solve": "solve"}
@@ -90,8 +48,9 @@ sidestream --version tells the version.
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status. A user's mistake is one line on stderr and status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"run": _run, "audit": _audit, "tables": _tables, "report": _report, "readme": _readme}
+    commands = {"run": _run, "tables": _tables, "report": _report, "readme": _readme}
     commands |= {name: partial(_outer, module) for name, module in OUTER.items()}
+    commands |= {name: partial(_argument, name, table.argument) for name, table in listed().items() if table.argument}
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -137,86 +96,63 @@ def _run(words: list[str]) -> int:
         print("usage: sidestream run TABLE [--scale smoke|cpu|paper] [--FIELD VALUE ...] [--out DIR] [--resume]")
         print(f"\n{_table_lines()}\n\n`sidestream run TABLE --help` lists every field of that table.")
         return 0
-    name = words[0]
-    if name not in TABLES:
-        raise ValueError(f"unknown table {name!r}{_nearest(name, TABLES)}; see sidestream tables")
+    name, tables = words[0], _runnable()
+    if name not in tables:
+        raise ValueError(f"unknown table {name!r}{_nearest(name, tables)}; see sidestream tables")
     scale = _scale(words[1:])
     _quiet()
-    from sidestream.papers.experiment import from_json
+    from sidestream.experiments.settings import from_json
+    from sidestream.experiments.table import load
 
-    build, kind, run = _table(name)
-    parser = _parser(name, build(scale))
+    table = load(name)
+    default = table.at(scale)
+    parser = _parser(name, tables[name].title, default)
     settings = parser.parse_args(words[1:]).as_dict()
-    extras = {extra: settings.pop(extra) for extra in ("config", "out", "resume", "jobs")}
+    out, resume, jobs, seeds = (settings.pop(extra) for extra in ("out", "resume", "jobs", "seeds"))
+    del settings["config"]
     for field, value in (("table", name), ("scale", scale)):
         if settings[field] != value:
             raise ValueError(f"{field} is {settings[field]!r} in the settings given, and {value!r} on the command line")
-    if extras["jobs"] is not None and extras["jobs"] < 1:
-        raise ValueError(f"jobs is {extras['jobs']}; it must be at least 1")
-    experiment = from_json(kind, settings)
-    _warn_of_cost(experiment)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs is {jobs}; it must be at least 1")
+    experiment = from_json(type(default), settings)
+    _warn_of_cost(table, experiment)
     gc.freeze()  # every stage's Trainer collects garbage; torch's own objects need not be looked at each time
-    return _execute(
-        run,
-        experiment,
-        Path(extras["out"] or f"runs/{name}/{scale}-seed{experiment.seed}"),
-        command="sidestream run " + shlex.join(word for word in words if word != "--resume"),
-        resume=extras["resume"],
-        jobs=extras["jobs"],
-    )
+    directory = Path(out or f"runs/{name}/{scale}-seed{'s' if seeds else experiment.seed}")
+    command = "sidestream run " + shlex.join(word for word in words if word != "--resume")
+    return _execute(experiment, directory, seeds, jobs, command=command, resume=resume)
 
 
-def _audit(words: list[str]) -> int:
+def _argument(name: str, field: str, words: list[str]) -> int:
+    """A table that is a command of its own, which takes one of its fields first."""
     if not words or words[0] in ("-h", "--help"):
-        from sidestream.papers.audit import HELP as AUDIT_HELP
+        from sidestream.experiments.table import load
 
-        print(AUDIT_HELP)
-        return _run(["audit", "--help"])
+        print(load(name).about)
+        return _run([name, "--help"])
     if words[0].startswith("-"):
-        raise ValueError("name the model before any field: sidestream audit MODEL [--FIELD VALUE ...]")
-    return _run(["audit", "--model", *words])
+        raise ValueError(f"name the {field} before any field: sidestream {name} {field.upper()} [--FIELD VALUE ...]")
+    return _run([name, f"--{field}", *words])
 
 
-def _table(name: str) -> tuple[Any, Any, Any]:
-    """What builds the table's experiment at a scale, the experiment's class, and what runs it."""
-    if name == "lsar.table1":
-        from sidestream.papers import lsar
-
-        return lsar.table1, lsar.Table1, lsar.run_table1
-    if name in ("lsar.table2", "lsar.table4"):
-        from sidestream.papers import speed
-
-        return getattr(speed, name.removeprefix("lsar.")), speed.Speed, speed.run_speed
-    if name == "lsar.table5":
-        from sidestream.papers.authority import Table5, table5
-        from sidestream.papers.authority_run import run_table5
-
-        return table5, Table5, run_table5
-    if name == "audit":
-        from sidestream.papers.audit import Audit, audit
-        from sidestream.papers.audit_run import run_audit
-
-        return audit, Audit, run_audit
-    if name.startswith("agclr."):
-        from sidestream.papers import agclr
-        from sidestream.papers.agclr_run import run_latent
-
-        return getattr(agclr, name.removeprefix("agclr.")), agclr.LatentExperiment, run_latent
-    from sidestream.papers.planning import Table3, table3
-    from sidestream.papers.planning_run import run_table3
-
-    return table3, Table3, run_table3
-
-
-def _execute(run: Any, experiment: Any, out: Path, **options: Any) -> int:
+def _execute(experiment: Any, out: Path, seeds: list[int] | None, jobs: int | None, **options: Any) -> int:
     from concurrent.futures.process import BrokenProcessPool
 
-    from sidestream.papers.report import write_report
+    from sidestream.experiments import run
+    from sidestream.experiments.engine import LocalEngine
+    from sidestream.experiments.report import page
     from sidestream.training.loop import TrainingStopped
 
     try:
-        results = run(experiment, out, **options)
-        page = write_report(out)
+        # What a table that is not on the kernel brings to run it.
+        whole = getattr(import_module(listed()[experiment.table].module), "RUN", {}).get(experiment.table)
+        if whole:
+            results = whole(experiment, out, jobs=jobs, **options)
+        elif seeds:
+            results = run.run_seeds(experiment, seeds, out, engine=LocalEngine(jobs), **options)
+        else:
+            results = run.run(experiment, out, engine=LocalEngine(jobs), **options)
+        written = page.write_report(out)
     except OSError as error:
         return _complain(
             f"{error.filename or out}: {error.strerror or error}; finished stages are kept, run again with --resume"
@@ -226,7 +162,7 @@ def _execute(run: Any, experiment: Any, out: Path, **options: Any) -> int:
     except BrokenProcessPool:
         return _complain("a worker process died (out of memory?); go on with --resume, and --jobs 1 to need less")
     _print_table(results)
-    print(f"report  {page}\nresults {out / 'results.json'}")
+    print(f"report  {written}\nresults {out / 'results.json'}")
     return 0
 
 
@@ -281,12 +217,12 @@ class _Parser(ArgumentParser):
         raise ValueError(f"{line}; see `{self.prog} --help`")
 
 
-def _parser(name: str, experiment: Any) -> _Parser:
+def _parser(name: str, title: str, experiment: Any) -> _Parser:
     """Every field of the experiment as an option, nested ones with a dot, its values as the defaults."""
     parser = _Parser(
         prog=f"sidestream run {name}",
         usage=f"sidestream run {name} [--scale smoke|cpu|paper] [--FIELD VALUE ...] [--out DIR] [--resume]",
-        description=f"{TABLES[name]}. Defaults shown are those of scale {experiment.scale}; lists are written '[a,b]'.",
+        description=f"{title}. Defaults shown are those of scale {experiment.scale}; lists are written '[a,b]'.",
         default_env=False,
         allow_abbrev=False,
     )
@@ -296,7 +232,9 @@ def _parser(name: str, experiment: Any) -> _Parser:
     parser.add_argument("--out", type=str | None, default=None, help="run directory; null: runs/TABLE/SCALE-seedK")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     parser.add_argument("--jobs", type=int | None, default=None, help="arms trained side by side; null: one a CPU core")
-    parser.types = {"out": str | None, "jobs": int | None}
+    about = "several seeds, each a run of its own in DIR/seedK, and their means and intervals together"
+    parser.add_argument("--seeds", type=int, nargs="+", default=None, help=about)
+    parser.types = {"out": str | None, "jobs": int | None, "seeds": int}
     _add_fields(parser, experiment, "", "fields")
     return parser
 
@@ -306,11 +244,15 @@ def _docs(kind: type) -> dict[str, str]:
     """Field -> its docstring, in one line. Finding them means reading the class's source."""
     from docstring_parser import parse_from_object
 
-    return {entry.arg_name: " ".join((entry.description or "").split()) for entry in parse_from_object(kind).params}
+    return {
+        entry.arg_name: " ".join((entry.description or "").split())
+        for part in reversed(kind.__mro__[:-1])  # a field's words stand where it is written
+        for entry in parse_from_object(part).params
+    }
 
 
 def _add_fields(parser: _Parser, values: Any, prefix: str, title: str) -> None:
-    from sidestream.papers.experiment import to_json
+    from sidestream.experiments.settings import to_json
 
     hints, docs = typing.get_type_hints(type(values)), _docs(type(values))
     plain = to_json(values)
@@ -343,40 +285,16 @@ def _words(kind: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
 
 
-def _warn_of_cost(experiment: Any) -> None:
+def _warn_of_cost(table: Any, experiment: Any) -> None:
     import torch
 
-    if experiment.scale == "paper" and hasattr(experiment, "arms") and not torch.cuda.is_available():
-        hours = f"{_cpu_hours(experiment):,.0f} hours"
+    if experiment.scale == "paper" and not torch.cuda.is_available() and table.flops(experiment):
+        hours = f"{table.flops(experiment) / 1e11 / 3600:,.0f} hours"  # at the 100 GFLOP/s of a good pair of cores
         print(
             f"sidestream: warning: no GPU here; the paper scale would take about {hours} on this CPU (--scale cpu "
             "takes minutes)",
             file=sys.stderr,
         )
-
-
-def _cpu_hours(experiment: Any) -> float:
-    """A rough guess: 6 FLOP a parameter and token, at the 100 GFLOP/s of a good pair of cores."""
-    if experiment.table.startswith("agclr."):
-        from sidestream.papers.agclr import training_flops
-
-        return training_flops(experiment) / 1e11 / 3600
-
-    def flops(model: Any, loop: Any, *, head: bool) -> float:
-        # 12 D^2 weights a block; GPT-2's vocabulary where every position is scored.
-        parameters = 12 * model.width**2 * model.layers + 50257 * model.width * head
-        # A planning row is a prompt of ~28 tokens and a plan of ~35.
-        return 6 * parameters * loop.steps * loop.batch_size * getattr(experiment, "window", 64)
-
-    conditioned = [arm for arm in experiment.arms if not arm.startswith(("baseline", "random_film", "alpha_zero"))]
-    total = sum(flops(experiment.encoder, experiment.stage3, head=arm == "static_faithful") for arm in conditioned)
-    if conditioned:
-        total += flops(experiment.encoder, experiment.stage1, head=True)
-    for arm in experiment.arms:
-        if arm.startswith("baseline"):
-            total += flops(experiment.baseline, experiment.stage1, head=True)
-            total += flops(experiment.baseline, experiment.stage3, head=False)
-    return total / 1e11 / 3600
 
 
 def _quiet() -> None:
@@ -390,11 +308,13 @@ def _print_table(results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sidestream.papers.names import METRICS, arm_name
-    from sidestream.papers.results import conditions, merge_seeds, number_text, pivot
+    from sidestream.experiments.report.tables import conditions, number_text, pivot
+    from sidestream.experiments.results import merge_seeds
+    from sidestream.experiments.table import load
 
-    cells = pivot(merge_seeds([results]))
-    unit = "percent" if all(metric in METRICS for metric, _, _ in cells.rows) else ""
+    names = load(results["table"])
+    cells = pivot(merge_seeds([results]), names)
+    unit = "percent" if all(names.metric(metric).kind == "share" for metric, _, _ in cells.rows) else ""
     facts = ", ".join(filter(None, (unit, conditions(cells.fixed), f"by {cells.column}")))
     title = f"{results['table']} {results['scale']}: {facts}"
     table = Table(title=title, title_justify="left", padding=(0, 0), pad_edge=False)
@@ -402,9 +322,10 @@ def _print_table(results: dict[str, Any]) -> None:
         table.add_column(head, justify="left" if head in ("arm", "metric") else "right", no_wrap=True, min_width=5)
     last = ""
     for (metric, arm, rest), row in cells.rows.items():
-        values = (number_text(row[column].value, metric) if column in row else "-" for column in cells.columns)
-        who = ", ".join(filter(None, (arm_name(arm, results["table"]), rest)))
-        table.add_row(METRICS.get(metric, metric) if metric != last else "", who, *values)
+        found = (row.get(column) for column in cells.columns)
+        values = (number_text(entry.value, share=entry.share) if entry else "-" for entry in found)
+        who = ", ".join(filter(None, (names.arm(arm), rest)))
+        table.add_row(names.metric(metric).title if metric != last else "", who, *values)
         last = metric
     Console(width=None if sys.stdout.isatty() else 200).print(table)  # a pipe has no 80 columns to fit
 
@@ -412,11 +333,15 @@ def _print_table(results: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- tables, report, readme
 
 
+def _runnable() -> dict[str, Any]:
+    return {name: table for name, table in listed().items() if table.title}
+
+
 def _table_lines() -> str:
     lines = []
-    for name, title in TABLES.items():
-        lines.append(f"{name}  {title}")
-        lines += [f"    --scale {scale:<6} {cost}" for scale, cost in COSTS[name].items()]
+    for name, table in _runnable().items():
+        lines.append(f"{name}  {table.title}")
+        lines += [f"    --scale {scale:<6} {cost}" for scale, cost in table.costs.items()]
     return "\n".join(lines)
 
 
@@ -431,9 +356,9 @@ def _report(words: list[str]) -> int:
     if len(words) != 1 or words[0] in ("-h", "--help"):
         print("usage: sidestream report DIR        DIR is a run directory with results.json")
         return 0 if words and words[0] in ("-h", "--help") else 2
-    from sidestream.papers.report import write_report
+    from sidestream.experiments.report import page
 
-    print(write_report(Path(words[0])))
+    print(page.write_report(Path(words[0])))
     return 0
 
 
@@ -441,7 +366,7 @@ def _readme(words: list[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print("usage: sidestream readme [README.md [RESULTS_DIR]]")
         return 0
-    from sidestream.papers.results import update_readme
+    from sidestream.experiments.report.tables import update_readme
 
     path, root = [*words, *["README.md", "results"][len(words) :]][:2]
     print("rewritten" if update_readme(path, root) else "already up to date")

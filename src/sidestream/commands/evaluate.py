@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.commands.options import GOAL_FROM, Options, command_parser, parsed
-from sidestream.papers.experiment import provenance, write_whole
+from sidestream.experiments.provenance import provenance, write_whole
 from sidestream.tasks.goals import goals_hash, read_goals, tokens
 
 USAGE = "sidestream eval --model DIR --data FILE.jsonl [--window W] [--limit N]"

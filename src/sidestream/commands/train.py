@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.commands.options import GOAL_FROM, Options, command_parser, parsed
-from sidestream.papers.experiment import from_json, open_run, record_call
+from sidestream.experiments.provenance import open_run, record_call
+from sidestream.experiments.settings import from_json
 from sidestream.tasks.goals import goals_hash, read_goals, tokens
 
 USAGE = "sidestream train --model DIR|HUB_ID|FILE.gguf --data FILE.jsonl --out DIR [--lora|--full] [--resume]"

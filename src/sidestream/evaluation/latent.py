@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,14 +119,6 @@ def trace_passes(model: Any, prompts: Sequence[Sequence[int]], config: PassConfi
             for place, value in enumerate(values):
                 gates.setdefault(gate, [[] for _ in range(most)])[place].append(value)
     return Trace(cosine, gates)
-
-
-def mean_and_band(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and its 95% interval over problems, by the normal approximation; a single value has no width."""
-    sample = np.asarray(values, dtype=float)
-    mean = float(sample.mean())
-    half = 1.96 * float(sample.std(ddof=1)) / len(sample) ** 0.5 if len(sample) > 1 else 0.0
-    return mean, mean - half, mean + half
 
 
 def first_latents(ids: Sequence[int], latent_id: int, depth: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Intervals and paired tests for the numbers of a report: thin on scipy, plain floats in and out."""
 
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,36 @@ def sem(values: ArrayLike) -> float:
 def mean_sem(values: ArrayLike) -> MeanSem:
     """Mean and standard error over seeds (the papers' "mean +- SEM"). Errors as in `sem`."""
     return MeanSem(float(np.mean(_sample(values, "values"))), sem(values))
+
+
+def mean_and_band(values: ArrayLike) -> tuple[float, float, float]:
+    """Mean and its 95% interval over problems, by the normal approximation; a single value has no width."""
+    sample = _sample(values, "values")
+    mean = float(sample.mean())
+    half = 1.96 * float(sample.std(ddof=1)) / len(sample) ** 0.5 if len(sample) > 1 else 0.0
+    return mean, mean - half, mean + half
+
+
+def retrained(
+    values: ArrayLike, intervals: Sequence[Sequence[float]] = (), *, share: bool, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Interval of a mean over seeds that covers retraining: of the mean over all trainings, on all problems.
+
+    Student's t over the seeds' values, and never narrower than the seeds' own intervals over problems are on average:
+    all seeds are asked the same problems, so more seeds do not sharpen that, and seeds that agree to the last problem
+    claim no certainty.
+
+    Args:
+        values: one a seed, two or more.
+        intervals: each seed's own (low, high), where there are any.
+        share: clip to [0, 1].
+    """
+    sample = _sample(values, "values")
+    mean, half = float(sample.mean()), sem(sample) * float(scipy.stats.t.ppf((1 + confidence) / 2, sample.size - 1))
+    below = [float(np.mean([interval[0] for interval in intervals]))] if len(intervals) else []
+    above = [float(np.mean([interval[1] for interval in intervals]))] if len(intervals) else []
+    low, high = min([mean - half, *below]), max([mean + half, *above])
+    return (max(low, 0.0), min(high, 1.0)) if share else (low, high)
 
 
 def mcnemar_exact(a: ArrayLike, b: ArrayLike) -> McNemar:

@@ -9,10 +9,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from sidestream.experiments.report.figures import MARKERS
+from sidestream.experiments.report.tables import number_text
+from sidestream.experiments.results import Entry, merge_seeds
+from sidestream.experiments.table import Look, load
 from sidestream.papers import authority_pictures
 from sidestream.papers.authority_pictures import CAPTION, authority_figure
-from sidestream.papers.pictures import MARKERS, Look, arm_looks
-from sidestream.papers.results import Entry, merge_seeds, number_text
 
 DEFENCES = {
     "none": "no defence",
@@ -45,7 +47,7 @@ def sections(folder: Path, results: Mapping[str, Any], entries: Sequence[Entry],
     """
     if results["table"] == "lsar.table5":
         return authority_pictures.sections(entries, draw)
-    looks = arm_looks("audit", [entry.arm for entry in entries])
+    looks = load("audit").looks([entry.arm for entry in entries])
     made = []
     over = [entry for entry in entries if _radius(entry) is not None and entry.metric == "attack_success"]
     if over:
@@ -66,7 +68,7 @@ def sections(folder: Path, results: Mapping[str, Any], entries: Sequence[Entry],
 
 
 def _entries(cells: Sequence[Mapping[str, Any]]) -> list[Entry]:
-    return merge_seeds([{"seed": 0, "cells": cells}])
+    return merge_seeds([{"table": "lsar.table5", "seed": 0, "cells": cells}])
 
 
 def _radius(entry: Entry) -> float | None:
@@ -144,14 +146,15 @@ def _cell_html(cell: Mapping[tuple[str, str, str], Entry], attack: str, defence:
     main = next((entry for entry in shown if entry is not None), None)
     if main is None:
         return ""
-    interval = f"[{', '.join(number_text(end, main.metric) for end in main.ci)}]" if main.ci else ""
+    interval = f"[{', '.join(number_text(end, share=main.share) for end in main.ci)}]" if main.ci else ""
     words = {"accepted": " accepted", "certified": " certified"}.get(main.metric, "")
     kept = cell.get((attack, defence, "fidelity")) or cell.get((attack, defence, "utility"))
     refused = cell.get((attack, defence, "refused"))
     rest = ""
     if kept is not None and refused is not None:
-        rest = f"<small>{number_text(kept.value, kept.metric)} / {number_text(refused.value, refused.metric)}</small>"
-    return f"<b>{number_text(main.value, main.metric)}</b>{words}<small>{interval}</small>{rest}"
+        both = " / ".join(number_text(entry.value, share=True) for entry in (kept, refused))
+        rest = f"<small>{both}</small>"
+    return f"<b>{number_text(main.value, share=main.share)}</b>{words}<small>{interval}</small>{rest}"
 
 
 def _cost_html(spent: Mapping[str, float]) -> str:

@@ -14,13 +14,13 @@ from typing import Any
 from rich.progress import Progress
 
 from sidestream.evaluation.stats import wilson
+from sidestream.experiments.results import load_results
 from sidestream.papers.audit import DEFENCES, Audit
 from sidestream.papers.audit_attacks import ANY_OVERRIDE, Attacks, best_override
 from sidestream.papers.audit_subjects import Subject, subject, subjects
 from sidestream.papers.authority import UTILITY
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
 from sidestream.papers.names import arm_name
-from sidestream.papers.results import load_results
 from sidestream.papers.workers import default_jobs, run_arms
 
 SEALS = "seals"

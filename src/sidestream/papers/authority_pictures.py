@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.figure import Figure
 
-from sidestream.papers.pictures import MARKERS
-from sidestream.papers.results import Entry
+from sidestream.experiments.report.figures import MARKERS
+from sidestream.experiments.results import Entry
 
 SWEPT = ("standard", "latent_forced")
 """The arms that differ in p alone."""

@@ -16,6 +16,7 @@ import torch
 from sidestream.channels import LatentState
 from sidestream.evaluation.planning import run_episodes
 from sidestream.evaluation.stats import wilson
+from sidestream.experiments.results import load_results
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.backbones import parameter_count
 from sidestream.lm.decode import greedy
@@ -24,7 +25,6 @@ from sidestream.papers.authority_models import AuthorityPlans, HuntModels, blank
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
 from sidestream.papers.names import arm_name
 from sidestream.papers.planning_run import noise_like
-from sidestream.papers.results import load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks import treasure
 from sidestream.tasks.blocksworld import Problem

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from sidestream.papers.pictures import MARKERS, PAPER, Look
-from sidestream.papers.results import Entry
+from sidestream.experiments.report.figures import MARKERS, PAPER
+from sidestream.experiments.results import Entry
+from sidestream.experiments.table import Look
 from sidestream.tasks.blocksworld import HELD, Action, Fact, State, optimal_length, trace
 from sidestream.tasks.blocksworld_data import action_text
 

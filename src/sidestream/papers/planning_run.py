@@ -17,13 +17,13 @@ from sidestream.channels import LatentState
 from sidestream.evaluation.planning import finish_episodes
 from sidestream.evaluation.stats import mcnemar_exact, wilson
 from sidestream.evaluation.tracking import movement_pairs, trigger_cost, vector_movement
+from sidestream.experiments.results import load_results
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.backbones import parameter_count
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
 from sidestream.papers.names import arm_name
 from sidestream.papers.planning import ARMS, DERIVED, Table3, paper_table3
 from sidestream.papers.planning_models import PlanModels
-from sidestream.papers.results import load_results
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks.blocksworld_data import END, data_hash
 from sidestream.tasks.blocksworld_loop import Episode, episodes, score_rollout

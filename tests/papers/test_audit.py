@@ -10,15 +10,15 @@ import torch
 from families import attached
 from sidestream import cli
 from sidestream.evaluation.attacks import Measured
+from sidestream.experiments.report.page import write_report
+from sidestream.experiments.report.tables import markdown_table
+from sidestream.experiments.settings import from_json, to_json
 from sidestream.papers.audit import DEFENCES, Audit, audit
 from sidestream.papers.audit_attacks import ANY_OVERRIDE, Attacks, best_override
 from sidestream.papers.audit_run import run_audit
 from sidestream.papers.audit_subjects import Problem, Subject, subjects
 from sidestream.papers.authority import table5
 from sidestream.papers.authority_run import run_table5
-from sidestream.papers.experiment import from_json, to_json
-from sidestream.papers.report import write_report
-from sidestream.papers.results import markdown_table
 
 SMOKE = replace(audit("smoke"), calibration=99, tampers=2000)
 ROWS = 6

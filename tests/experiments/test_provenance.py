@@ -1,4 +1,4 @@
-"""Experiments as JSON, run directories, and the record of calls."""
+"""Run directories, one writer at a time, the record of calls; settings as JSON."""
 
 import dataclasses
 import json
@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.papers import experiment as papers
-from sidestream.papers import lsar
-from sidestream.papers.experiment import first_difference, from_json, open_run, record_call, to_json, write_whole
+from sidestream.experiments import provenance
+from sidestream.experiments.provenance import open_run, record_call, write_whole
+from sidestream.experiments.settings import first_difference, from_json, to_json
+from sidestream.papers.lsar import recall
 
-SMOKE = lsar.table1("smoke")
+SMOKE = recall.table1("smoke")
 
 
 @pytest.fixture(autouse=True)
 def clean_commit(monkeypatch):
     """A clean checkout at a fixed commit, whatever the tree of the one who runs the tests looks like."""
-    monkeypatch.setattr(papers, "_git_state", lambda folder: ("a" * 40, False))
+    monkeypatch.setattr(provenance, "_git_state", lambda folder: ("a" * 40, False))
 
 
 # ---------------------------------------------------------------- JSON
@@ -27,11 +28,11 @@ def clean_commit(monkeypatch):
 
 @pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
 def test_json_gives_back_an_equal_experiment(scale):
-    experiment = lsar.table1(scale)
+    experiment = recall.table1(scale)
     record = json.loads(json.dumps(to_json(experiment)))
-    assert from_json(lsar.Table1, record) == experiment
+    assert from_json(recall.Recall, record) == experiment
     record["stage3"]["steps"] += 1
-    assert from_json(lsar.Table1, record) != experiment
+    assert from_json(recall.Recall, record) != experiment
 
 
 def test_every_field_survives():
@@ -45,7 +46,7 @@ def test_every_field_survives():
         vocabulary="bpe",
         stage2=dataclasses.replace(SMOKE.stage2, learning_rate=1e-05, clip=2.5, precision="bf16", warmup=0.0),
     )
-    assert from_json(lsar.Table1, json.loads(json.dumps(to_json(changed)))) == changed
+    assert from_json(recall.Recall, json.loads(json.dumps(to_json(changed)))) == changed
 
 
 def set_field(record: dict, dotted: str, value: object) -> None:
@@ -78,7 +79,7 @@ def test_one_wrong_field_is_named(field, value, message):
     record = to_json(SMOKE)
     set_field(record, field, value)
     with pytest.raises(ValueError) as error:
-        from_json(lsar.Table1, record)
+        from_json(recall.Recall, record)
     assert str(error.value) == message
 
 
@@ -86,15 +87,15 @@ def test_missing_field_and_wrong_kind_are_named():
     record = to_json(SMOKE)
     del record["stage1"]["steps"]
     with pytest.raises(ValueError, match=r"^field stage1\.steps is missing$"):
-        from_json(lsar.Table1, record)
+        from_json(recall.Recall, record)
     with pytest.raises(ValueError, match="the experiment must be an object"):
-        from_json(lsar.Table1, [1])
+        from_json(recall.Recall, [1])
 
 
 def test_whole_numbers_serve_as_fractions():
     record = to_json(SMOKE)
     record["stage1"]["clip"] = 2
-    clip = from_json(lsar.Table1, record).stage1.clip
+    clip = from_json(recall.Recall, record).stage1.clip
     assert clip == 2.0 and type(clip) is float
 
 
@@ -136,7 +137,7 @@ def test_new_run_is_written_and_resumed(tmp_path):
     directory = tmp_path / "deep" / "run"
     open_run(directory, SMOKE, resume=True)  # `--resume` from the start is no mistake
     record = json.loads((directory / "experiment.json").read_text(encoding="utf-8"))
-    assert from_json(lsar.Table1, record) == SMOKE
+    assert from_json(recall.Recall, record) == SMOKE
     open_run(directory, SMOKE, resume=True)
     with pytest.raises(ValueError, match="already holds this run; add --resume"):
         open_run(directory, SMOKE, resume=False)
@@ -147,7 +148,7 @@ def test_a_run_is_one_process_at_a_time(tmp_path):
     # Without torch, which takes seconds to import: any dataclass is an experiment.
     code = """
 import dataclasses, pathlib, sys
-from sidestream.papers.experiment import open_run
+from sidestream.experiments.provenance import open_run
 open_run(pathlib.Path(sys.argv[1]), dataclasses.make_dataclass("Any", [("steps", int)])(4), resume=True)
 print("open", flush=True)
 input()
@@ -225,7 +226,7 @@ def test_first_call(tmp_path):
 
 def test_calls_are_counted_and_one_dirty_one_stays(tmp_path, monkeypatch, capfd):
     states = iter([("a" * 40, True), ("a" * 40, False)])
-    monkeypatch.setattr(papers, "_git_state", lambda folder: next(states))
+    monkeypatch.setattr(provenance, "_git_state", lambda folder: next(states))
     assert record_call(tmp_path, "c", "hash")["dirty"]
     second = record_call(tmp_path, "c", "hash")
     assert second["dirty"] and second["calls"] == 2, "clean now, but a part of the numbers is from a dirty tree"
@@ -235,7 +236,7 @@ def test_calls_are_counted_and_one_dirty_one_stays(tmp_path, monkeypatch, capfd)
 def test_two_commits_in_one_run_count_as_dirty(tmp_path, monkeypatch, capfd):
     assert not record_call(tmp_path, "c", "hash")["dirty"]
     assert not record_call(tmp_path, "c", "hash")["dirty"]
-    monkeypatch.setattr(papers, "_git_state", lambda folder: ("b" * 40, False))
+    monkeypatch.setattr(provenance, "_git_state", lambda folder: ("b" * 40, False))
     assert record_call(tmp_path, "c", "hash")["dirty"]
     assert capfd.readouterr().err.splitlines() == [f"{tmp_path} began at commit aaaaaaaaaa, this is bbbbbbbbbb"]
 
@@ -249,7 +250,7 @@ def test_other_data_are_refused(tmp_path):
 
 def test_commit_of_a_checkout(tmp_path, monkeypatch):
     monkeypatch.undo()
-    assert papers._git_state(tmp_path) == ("unknown", True)
+    assert provenance._git_state(tmp_path) == ("unknown", True)
 
     def git(*words: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
@@ -265,7 +266,7 @@ def test_commit_of_a_checkout(tmp_path, monkeypatch):
     (tmp_path / ".gitignore").write_text("site-packages", encoding="utf-8")
     git("add", "ours", ".gitignore")
     git("commit", "-m", "first")
-    assert papers._git_state(ours) == (git("rev-parse", "HEAD").strip(), False)
-    assert papers._git_state(installed) == ("unknown", True), "a package in somebody else's checkout"
+    assert provenance._git_state(ours) == (git("rev-parse", "HEAD").strip(), False)
+    assert provenance._git_state(installed) == ("unknown", True), "a package in somebody else's checkout"
     (ours / "code.py").write_text("2", encoding="utf-8")
-    assert papers._git_state(ours) == (git("rev-parse", "HEAD").strip(), True)
+    assert provenance._git_state(ours) == (git("rev-parse", "HEAD").strip(), True)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from sidestream.channels import GoalConfig
+from sidestream.experiments.settings import Scale
 from sidestream.lm.attach import attach
 from sidestream.lm.backbones import Backbone, parameter_count
 from sidestream.lm.decode import greedy
 from sidestream.lm.text import Vocabulary
-from sidestream.papers import lsar
+from sidestream.papers.lsar import recall
 from sidestream.tasks import treasure
 
 
@@ -26,7 +27,7 @@ def problem(vocabulary: Vocabulary) -> treasure.TreasureProblem:
 
 def test_paper_sizes() -> None:
     """LS-AR ~85M, baseline ~89M, small ~38M at the paper's vocabulary and window, within 2%."""
-    experiment = lsar.table1("paper")
+    experiment = recall.table1("paper")
     size = {"vocabulary": 50257, "window": experiment.window, "pad_id": 50256}
     with torch.device("meta"):
         base, decoder = experiment.encoder.build(**size), experiment.encoder.build(**size)
@@ -38,7 +39,7 @@ def test_paper_sizes() -> None:
 
 
 def test_paper_settings() -> None:
-    experiment = lsar.table1("paper")
+    experiment = recall.table1("paper")
     assert (experiment.window, experiment.train_problems, experiment.test_problems) == (500, 50_000, 500)
     assert {64, 128, 256, 512, 1024, 16384} <= set(experiment.horizons)
     assert (experiment.encoder.layers, experiment.encoder.width, experiment.baseline.layers) == (4, 512, 20)
@@ -48,9 +49,9 @@ def test_paper_settings() -> None:
 
 
 @pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
-def test_horizons_cover_the_window(scale: lsar.Scale, problem: treasure.TreasureProblem) -> None:
+def test_horizons_cover_the_window(scale: Scale, problem: treasure.TreasureProblem) -> None:
     """Every scale asks inside the window, at the cut prompt, just outside and at 2 W; cpu also far outside."""
-    experiment = lsar.table1(scale)
+    experiment = recall.table1(scale)
     window = experiment.window
     around = len(problem.trigger_ids) + len(problem.answer_ids)
     inside = window - around - len(problem.goal_ids)
@@ -63,7 +64,7 @@ def test_horizons_cover_the_window(scale: lsar.Scale, problem: treasure.Treasure
 
 
 def test_training_horizons_mix(problem: treasure.TreasureProblem) -> None:
-    horizons = lsar.training_horizons(48, problem)
+    horizons = recall.training_horizons(48, problem)
     whole = 48 - len(problem.trigger_ids) - len(problem.answer_ids) - len(problem.goal_ids)
     assert sum(h <= whole for h in horizons) >= len(horizons) / 2
     assert sum(h >= 48 for h in horizons) >= len(horizons) / 6
@@ -72,33 +73,33 @@ def test_training_horizons_mix(problem: treasure.TreasureProblem) -> None:
 
 def test_ladder_changes_one_thing_at_a_time() -> None:
     """Loss; pooling (layer and scale); objective of stage 2."""
-    arms = [dataclasses.asdict(settings) for settings in lsar.STATIC_ARMS.values()]
+    arms = [dataclasses.asdict(settings) for settings in recall.STATIC_ARMS.values()]
     changed = [
         sum(before[name] != after[name] for name in after) for before, after in zip(arms, arms[1:], strict=False)
     ]
     assert changed == [1, 2, 1]
-    assert arms[0] == dataclasses.asdict(lsar.StaticArm())
+    assert arms[0] == dataclasses.asdict(recall.StaticArm())
 
 
 def test_paper_values_stand_at_the_papers_ratios() -> None:
     where = {"H": 96, "W": 48}
-    assert lsar.paper_table1("static", "code_token", where) == 0.844
-    assert lsar.paper_table1("baseline", "code_token", {"H": 12, "W": 48}) == 0.398
-    assert lsar.paper_table1("static", "code_exact", where) is None
-    assert lsar.paper_table1("static", "code_token", {"H": 60, "W": 48}) is None
-    assert lsar.paper_table1("static_scored", "code_token", where) is None
+    assert recall.published("static", "code_token", where) == 0.844
+    assert recall.published("baseline", "code_token", {"H": 12, "W": 48}) == 0.398
+    assert recall.published("static", "code_exact", where) is None
+    assert recall.published("static", "code_token", {"H": 60, "W": 48}) is None
+    assert recall.published("static_scored", "code_token", where) is None
 
 
 def test_window_must_hold_the_question(problem: treasure.TreasureProblem) -> None:
     need = len(problem.trigger_ids) + len(problem.answer_ids)
-    lsar.check_window(need, problem)
+    recall.check_window(need, problem)
     with pytest.raises(ValueError, match=f"window is {need - 1} tokens"):
-        lsar.check_window(need - 1, problem)
+        recall.check_window(need - 1, problem)
 
 
 def test_unknown_arm_is_named() -> None:
     with pytest.raises(ValueError, match="statik"):
-        dataclasses.replace(lsar.table1("smoke"), arms=("statik",))
+        dataclasses.replace(recall.table1("smoke"), arms=("statik",))
 
 
 def test_lean_decoding_equals_generate(vocabulary: Vocabulary) -> None:

@@ -15,23 +15,24 @@ import torch
 from torch import Tensor
 
 from sidestream.channels import StreamConfig
+from sidestream.experiments.results import Outcome
 from sidestream.lm.attach import attach
 from sidestream.lm.cache import Window
 from sidestream.lm.decode import LeanDecoder, Rollout
 from sidestream.lm.layout import Layout, Row, collate
 from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss
-from sidestream.papers.speed import (
+from sidestream.papers.lsar.speed import (
     COMMA,
     Clock,
     Speed,
     bare,
-    cell,
     conditioned,
     device_of,
     dtype_of,
     interleaved,
     over,
     texts,
+    timed,
 )
 from sidestream.tasks.base import Example
 from sidestream.training import batches
@@ -39,10 +40,10 @@ from sidestream.training.loop import LoopConfig
 from sidestream.training.objectives import GoalAlignment, ScoredLM
 from sidestream.training.stages import align_goal, train_lm
 
-Cells = list[dict[str, Any]]
+Outcomes = list[Outcome]
 
 
-def flat_token(plan: Speed, *, batch: int, dtype: str) -> Cells:
+def flat_token(plan: Speed, *, batch: int, dtype: str) -> Outcomes:
     """A token's time at 100,000 tokens over its time at 1,000, the window on (rotary, Static)."""
     model = conditioned(plan, dtype, dynamic=False, family="llama")
     size = plan.windows[0]
@@ -66,10 +67,10 @@ def flat_token(plan: Speed, *, batch: int, dtype: str) -> Cells:
 
     seconds = interleaved({str(at): partial(tokens, read(at)) for at in (early, late)}, plan.repeats)
     where = {"run": f"{dtype}, batch {batch}"}
-    return [cell("static", "flat_token", where, over(seconds[str(late)], seconds[str(early)]), W=size)]
+    return [timed("static", "flat_token", where, over(seconds[str(late)], seconds[str(early)]), W=size)]
 
 
-def flat_trigger(plan: Speed, *, batch: int, dtype: str) -> Cells:
+def flat_trigger(plan: Speed, *, batch: int, dtype: str) -> Outcomes:
     """A trigger's time at token 5,000 over its time at token 50: with a window on E_base, and with none, where E_base
     attends to the whole text."""
     model = conditioned(plan, dtype, dynamic=True, family="llama")
@@ -100,11 +101,11 @@ def flat_trigger(plan: Speed, *, batch: int, dtype: str) -> Cells:
         decoder = LeanDecoder(model, rows=batch, window=Window(size=size, policy="rolling", encoder_size=limit))
         seconds = interleaved({str(at): partial(triggers, read(decoder, at)) for at in (50, late)}, plan.repeats)
         where = {"run": f"{dtype}, batch {batch}"}
-        cells.append(cell(arm, "flat_trigger", where, over(seconds[str(late)], seconds["50"]), encoder_size=limit))
+        cells.append(timed(arm, "flat_trigger", where, over(seconds[str(late)], seconds["50"]), encoder_size=limit))
     return cells
 
 
-def stream_over_coconut(plan: Speed, *, batch: int, dtype: str) -> Cells:
+def stream_over_coconut(plan: Speed, *, batch: int, dtype: str) -> Outcomes:
     """AGCLR's time over CoCoNuT's, a training step and a batch of answers: the same passes with and without stream."""
     drawn, vocabulary = random.Random(plan.seed), max(plan.vocabulary, 64)
     torch.manual_seed(plan.seed)
@@ -143,12 +144,12 @@ def stream_over_coconut(plan: Speed, *, batch: int, dtype: str) -> Cells:
         seconds = interleaved({name: partial(function, name) for name in arms}, plan.repeats)
         where = {"run": f"{dtype}, batch {batch}"}
         ratios = over(seconds["agclr"], seconds["coconut"])
-        cells.append(cell(f"agclr, {what}", "stream_over_coconut", where, ratios, seconds=seconds))
+        cells.append(timed(f"agclr, {what}", "stream_over_coconut", where, ratios, seconds=seconds))
         torch.cuda.empty_cache()
     return cells
 
 
-def decode_over_generate(plan: Speed, *, batch: int, dtype: str) -> Cells:
+def decode_over_generate(plan: Speed, *, batch: int, dtype: str) -> Outcomes:
     """Tokens a second of lean decoding over the model's own `generate()`, and over the bound of memory bandwidth.
 
     The bound is what the weights and, on average, the keys and values that a token reads take at the bandwidth measured
@@ -207,10 +208,10 @@ def decode_over_generate(plan: Speed, *, batch: int, dtype: str) -> Cells:
     fractions = [size / taken / rate for taken, rate in zip(seconds["step"], rates, strict=True)]
     where = {"run": f"{dtype}, batch {batch}"}
     return [
-        cell("lean", "decode_over_generate", where, over(seconds["generate"], seconds["lean"]), same_tokens=same),
-        cell("lean", "bandwidth_fraction", where, fractions, bytes_a_token=size, bandwidth=rates),
-        cell("lean", "tokens_per_s", where, [batch / one for one in seconds["lean"]]),
-        cell("generate()", "tokens_per_s", where, [batch / one for one in seconds["generate"]]),
+        timed("lean", "decode_over_generate", where, over(seconds["generate"], seconds["lean"]), same_tokens=same),
+        timed("lean", "bandwidth_fraction", where, fractions, bytes_a_token=size, bandwidth=rates),
+        timed("lean", "tokens_per_s", where, [batch / one for one in seconds["lean"]]),
+        timed("generate()", "tokens_per_s", where, [batch / one for one in seconds["generate"]]),
     ]
 
 
@@ -218,7 +219,7 @@ def _tied(lm: Any) -> bool:
     return lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
 
 
-def training(plan: Speed, *, batch: int, dtype: str) -> Cells:
+def training(plan: Speed, *, batch: int, dtype: str) -> Outcomes:
     """Tokens a second of each stage, data and Trainer included, over a bare loop of the same model on ready batches.
 
     Stage 3's bare loop is the unconditioned decoder with the same loss: what the channel costs is in the ratio.
@@ -293,6 +294,6 @@ def training(plan: Speed, *, batch: int, dtype: str) -> Cells:
         seconds = interleaved({"ours": partial(staged, train), "bare": loop_bare}, plan.repeats)
         where = {"run": f"{dtype}, batch {batch}"}
         cells.append(
-            cell(name, "training_over_bare_loop", where, over(seconds["bare"], seconds["ours"]), seconds=seconds)
+            timed(name, "training_over_bare_loop", where, over(seconds["bare"], seconds["ours"]), seconds=seconds)
         )
     return cells

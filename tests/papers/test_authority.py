@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sidestream.experiments.report.page import write_report
+from sidestream.experiments.results import load_results
+from sidestream.experiments.settings import from_json, to_json
 from sidestream.lm.text import WordVocabulary
 from sidestream.papers import authority
 from sidestream.papers.authority import CONDITIONS, METRICS, Table5, paper_table5, table5
 from sidestream.papers.authority_models import AuthorityPlans, BallLM, HuntModels, MaskedPlans, blank_goal, partners
 from sidestream.papers.authority_run import _cells, _last, _named, ask_plans, ask_treasure, run_table5
-from sidestream.papers.experiment import from_json, to_json
-from sidestream.papers.report import write_report
-from sidestream.papers.results import load_results
 from sidestream.tasks.blocksworld import optimal_plan, satisfies
 from sidestream.tasks.blocksworld_data import GOAL, PLAN, TRIGGER, WORDS, plan_text, prompt_text, split_of
 

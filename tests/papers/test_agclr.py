@@ -11,23 +11,29 @@ import torch
 
 from sidestream import cli
 from sidestream.channels import StreamConfig
-from sidestream.evaluation.latent import batches, generate_answers, mean_and_band, trace_passes
+from sidestream.evaluation.latent import batches, generate_answers, trace_passes
+from sidestream.evaluation.stats import mean_and_band
+from sidestream.experiments import run as kernel
+from sidestream.experiments.engine import LocalEngine
+from sidestream.experiments.report.page import write_report
+from sidestream.experiments.run import run
+from sidestream.experiments.settings import from_json, to_json
+from sidestream.experiments.table import load
 from sidestream.lm.attach import attach
 from sidestream.lm.backbones import Backbone
 from sidestream.lm.passes import PassConfig, latent_passes
-from sidestream.papers import agclr, agclr_run
-from sidestream.papers.agclr import ARMS, DERIVED, TABLES, LatentExperiment, paper_value
-from sidestream.papers.agclr_models import LatentModels, TextForm
-from sidestream.papers.agclr_run import run_latent
-from sidestream.papers.experiment import from_json, to_json
-from sidestream.papers.names import ARMS as NAMES
-from sidestream.papers.report import write_report
+from sidestream.papers.agclr.controls import controls
+from sidestream.papers.agclr.methods import ABLATIONS, METHODS, MethodsWork, ablations, prosqa, table1
+from sidestream.papers.agclr.retention import retention
+from sidestream.papers.agclr.settings import ARMS, DERIVED, LOOKS, LatentSettings, published
+from sidestream.papers.agclr.work import LatentWork, TextForm
 from sidestream.tasks.base import ReasoningExample
 from sidestream.training.curriculum import Curriculum, latent_row, plain_row, prompt
 from sidestream.training.latent import pretrained
 
-DATA = Path(__file__).parent / "data"
-MAKERS = {name: getattr(agclr, name.removeprefix("agclr.")) for name in TABLES}
+DATA = Path(__file__).parents[1] / "data"
+MAKERS = {f"agclr.{make.__name__}": make for make in (table1, prosqa, ablations, retention, controls)}
+TABLES = {"agclr.table1": METHODS, "agclr.prosqa": METHODS, "agclr.ablations": ABLATIONS}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,50 +47,49 @@ def frozen():
 # ---------------------------------------------------------------- experiments
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", MAKERS)
 @pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
 def test_experiments_go_through_json(table, scale):
     experiment = MAKERS[table](scale)
-    assert experiment.table == table and experiment.arms == TABLES[table]
-    assert from_json(LatentExperiment, json.loads(json.dumps(to_json(experiment)))) == experiment
+    assert experiment.table == table and experiment.arms == TABLES.get(table, experiment.arms)
+    assert from_json(LatentSettings, json.loads(json.dumps(to_json(experiment)))) == experiment
     assert ("masked" in experiment.tasks) == (scale != "paper" and table in ("agclr.ablations", "agclr.controls"))
-    assert set(NAMES[table]) >= {*ARMS, *DERIVED}
+    assert set(load(table).arms) == {*ARMS, *DERIVED}
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"arms": ("agclr", "other")}, "unknown arm 'other'"),
-        ({"arms": ()}, "no arm; use no_cot"),
-        ({"arms": ("agclr", "agclr")}, "one is named twice"),
+        ({"arms": ("agclr", "other")}, "arms names the unknown 'other'; use no_cot"),
+        ({"arms": ()}, "arms is .*; give at least one"),
+        ({"arms": ("agclr", "agclr")}, "each once"),
         ({"arms": ("coconut", "agclr_write2")}, "evaluates the weights of 'agclr'; add that arm"),
-        ({"tasks": ("hops", "chess")}, "unknown task 'chess'"),
+        ({"tasks": ("hops", "chess")}, "tasks names the unknown 'chess'"),
         ({"tasks": ("gsm8k",)}, "task 'gsm8k' has no settings at scale smoke, which has hops, masked, prosqa"),
-        ({"table": "agclr.table9"}, "table is 'agclr.table9'"),
-        ({"table": "agclr.controls"}, "which arm 'no_cot' has not"),
         ({"test_problems": 0}, "test_problems is 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, part):
     with pytest.raises(ValueError, match=part):
-        replace(agclr.table1("smoke"), **changes)
+        replace(table1("smoke"), **changes)
 
 
 def test_paper_values():
-    assert paper_value("agclr", {"task": "gsm8k"}, "accuracy") == 0.340
-    assert paper_value("agclr_no_write", {"task": "hotpotqa"}, "f1") == 0.171
-    assert paper_value("agclr_write2", {"task": "hotpotqa"}, "em") == 0.132
-    assert paper_value("coconut", {"task": "prosqa", "latents": "learned"}, "accuracy") == 0.92
-    assert paper_value("coconut", {"task": "prosqa", "latents": "noise"}, "accuracy") is None
-    assert paper_value("agclr_no_write", {"task": "prosqa"}, "accuracy") is None
-    assert paper_value("coconut", {"task": "prosqa", "pass": 6}, "cosine") == 0.126
-    assert paper_value("coconut", {"task": "prosqa", "pass": 5}, "cosine") is None
-    assert paper_value("coconut", {"task": "hops"}, "accuracy") is None
+    assert published("agclr", "accuracy", {"task": "gsm8k"}) == 0.340
+    assert published("agclr_no_write", "f1", {"task": "hotpotqa"}) == 0.171
+    assert published("agclr_write2", "em", {"task": "hotpotqa"}) == 0.132
+    assert published("coconut", "accuracy", {"task": "prosqa", "latents": "learned"}) == 0.92
+    assert published("coconut", "accuracy", {"task": "prosqa", "latents": "noise"}) is None
+    assert published("agclr_no_write", "accuracy", {"task": "prosqa"}) is None
+    assert published("coconut", "cosine", {"task": "prosqa", "pass": 6}) == 0.126
+    assert published("coconut", "cosine", {"task": "prosqa", "pass": 5}) is None
+    assert published("coconut", "accuracy", {"task": "hops"}) is None
+    assert published("coconut", "accuracy", {"task": "prosqa", "stage": 2}) is None
 
 
 def test_the_papers_epochs():
     """Stages of 3 + 3 + 3 + 6 epochs of 15,000, and of 3 x 6 + 2 of 17,886, at 128 a step."""
-    experiment = agclr.table1("paper")
+    experiment = table1("paper")
     for task, epochs in (("hotpotqa", [3, 6, 9, 15]), ("prosqa", [3, 6, 9, 12, 15, 18, 20])):
         training = experiment.training(task)
         ends = training.curriculum.ends(training.loop.steps)
@@ -223,7 +228,7 @@ def shared(tmp_path_factory):
         experiment = replace(experiment, tasks=experiment.tasks[:1], models=str(root / "models"))
         if table == "agclr.controls":
             experiment = replace(experiment, tasks=("masked",), arms=("coconut", "agclr"))
-        found[table] = (root / table, experiment, run_latent(experiment, root / table, command=COMMAND, jobs=1))
+        found[table] = (root / table, experiment, run(experiment, root / table, command=COMMAND))
     return found
 
 
@@ -236,9 +241,11 @@ def test_tables_of_arms_have_every_cell(table, shared):
     directory, experiment, results = shared[table]
     assert len(results["cells"]) == len(experiment.arms)
     assert all(cell["n"] == experiment.test_problems and cell["metric"] == "accuracy" for cell in results["cells"])
-    stages = json.loads((directory / "stages.json").read_text())["hops"]
+    stages: dict[str, list[dict]] = {}
+    for found in json.loads((directory / "stages.json").read_text())["cells"]:
+        stages.setdefault(found["arm"], []).append(found)
     latent = [arm for arm in experiment.arms if arm in ARMS and ARMS[arm].text == "latent"]
-    assert list(stages) == latent and all([point["stage"] for point in stages[arm]] == [0, 1] for arm in latent)
+    assert list(stages) == latent and all([p["where"]["stage"] for p in stages[arm]] == [0, 1] for arm in latent)
     for arm in latent:
         (final,) = places(results, arm=arm)
         assert stages[arm][-1]["value"] == final["value"]
@@ -248,14 +255,13 @@ def test_tables_of_arms_have_every_cell(table, shared):
 
 
 def test_retention_has_every_pass(shared):
-    directory, _, results = shared["agclr.retention"]
+    _, _, results = shared["agclr.retention"]
     for arm, metrics in (("coconut", 1), ("agclr", 4)):
         assert len(places(results, arm=arm)) == 2 * metrics
         assert places(results, arm=arm, metric="cosine")[0]["value"] == pytest.approx(1.0)
     means = {metric: places(results, arm="agclr", metric=metric)[0]["value"] for metric in ("read_gate", "write_gate")}
     assert means == pytest.approx({"read_gate": 0.43, "write_gate": 0.18}, abs=0.05), "hardly trained"
-    bands = json.loads((directory / "passes.json").read_text())["hops"]["agclr"]["bands"]
-    assert set(bands) == {"cosine", "read_gate", "forget_gate", "write_gate"}
+    assert {c["metric"] for c in places(results, arm="agclr")} == {"cosine", "read_gate", "forget_gate", "write_gate"}
 
 
 def test_controls_have_every_condition(shared):
@@ -276,13 +282,13 @@ def test_an_arm_is_trained_once_for_all_tables(shared, monkeypatch):
     calls = json.loads((models / "hops" / "calls.json").read_text())
     assert len(calls) == 3, "what was done here is on record whichever table did it"
     with pytest.raises(ValueError, match="holds arms trained otherwise: seed is 0 there and 1 here"):
-        LatentModels(replace(first, seed=1), Path(first.models)).open_task("hops")
+        LatentWork(replace(first, seed=1), Path(first.models)).open_task("hops")
 
 
 @pytest.mark.parametrize("arm", ["agclr", "pause_multi", "coconut_sim", "cot", "icot"])
 def test_sharing_stage_0_changes_no_bit_of_an_arm(arm, tmp_path):
-    experiment = replace(agclr.table1("smoke"), arms=(arm,), tasks=("hops",))
-    models = LatentModels(experiment, tmp_path / "shared", show=False)
+    experiment = replace(table1("smoke"), arms=(arm,), tasks=("hops",))
+    models = LatentWork(experiment, tmp_path / "shared", show=False)
     shared = models.load("hops", arm).state_dict()
     alone = models.fresh("hops", arm)
     start = {name: weight.clone() for name, weight in alone.state_dict().items()}
@@ -293,26 +299,35 @@ def test_sharing_stage_0_changes_no_bit_of_an_arm(arm, tmp_path):
 
 def test_finished_run_is_read_again(shared, monkeypatch):
     directory, experiment, results = shared["agclr.table1"]
-    monkeypatch.setattr(agclr_run, "_evaluate", lambda *_: pytest.fail("it runs again"))
-    assert run_latent(experiment, directory, command="again", resume=True, jobs=1) == results
+    monkeypatch.setattr(MethodsWork, "jobs", lambda self: pytest.fail("it runs again"))
+    assert run(experiment, directory, command="again", resume=True) == results
     with pytest.raises(ValueError, match="add --resume"):
-        run_latent(experiment, directory, command="again", jobs=1)
+        run(experiment, directory, command="again")
 
 
-def test_a_derived_arm_closes_the_write_gate_and_leaves_the_arm_as_it_was(shared):
+def test_a_derived_arm_closes_the_write_gate_and_trains_nothing(shared, monkeypatch):
     directory, experiment, _ = shared["agclr.ablations"]
-    models = LatentModels(experiment, directory, show=False)
-    module = models.load("hops", "agclr")
+    work, seen = MethodsWork(experiment, directory, show=False), {}
+    monkeypatch.setattr(MethodsWork, "measure", lambda self, task, arm, module: seen.update({arm: module}) or [])
+    jobs = {job.name: job for job in work.jobs()}
+    assert jobs["hops/agclr_write2"].needs == ("hops/agclr",) and not jobs["hops/agclr_write2"].stages
+    for name in ("hops/agclr", "hops/agclr_write2"):
+        jobs[name].work()
     state, passes = torch.randn(1, 32), torch.tensor([2])
-    before = module.model.stream.config
-    with agclr_run._derived(module, "agclr_write2"):
-        read, _, write = module.model.stream.gates(state, passes)[0]
-        assert not write.any() and read.all()
-        assert module.model.stream.gates(state, passes - 1)[0, 2].all()
-    assert module.model.stream.config == before and module.model.stream.gates(state, passes)[0, 2].all()
+    frozen, free = (seen[name].model.stream for name in ("agclr_write2", "agclr"))
+    read, _, write = frozen.gates(state, passes)[0]
+    assert not write.any() and read.all() and frozen.gates(state, passes - 1)[0, 2].all()
+    assert free.gates(state, passes)[0, 2].all()
 
 
-@pytest.mark.parametrize("table", TABLES)
+def test_arms_without_latents_are_refused_where_latents_are_looked_at(tmp_path):
+    for make in (controls, retention):
+        with pytest.raises(ValueError, match="which arm 'no_cot' has not"):
+            run(replace(make("smoke"), arms=("no_cot",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("table", MAKERS)
 def test_reports_have_their_pictures(table, shared):
     directory, _, results = shared[table]
     page = write_report(directory).read_text(encoding="utf-8")
@@ -326,15 +341,15 @@ def test_reports_have_their_pictures(table, shared):
     for picture in pictures:
         assert (directory / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("<figure") == len(pictures)
-    assert all(NAMES[table][cell["arm"]].replace("'", "&#x27;") in page for cell in results["cells"])
+    assert all(LOOKS[cell["arm"]].name.replace("'", "&#39;") in page for cell in results["cells"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", MAKERS)
 def test_every_cell_of_every_table(table, tmp_path_factory, tmp_path):
     experiment = MAKERS[table]("smoke")
-    results = run_latent(experiment, tmp_path / "run", command=COMMAND, jobs=1)
+    results = run(experiment, tmp_path / "run", command=COMMAND)
     for task in experiment.tasks:
         for arm in experiment.arms:
             assert places(results, task=task, arm=arm), (task, arm)
@@ -346,9 +361,9 @@ def test_every_cell_of_every_table(table, tmp_path_factory, tmp_path):
 def test_workers_give_the_same_cells(shared, tmp_path):
     """Two processes, over models trained here."""
     _, experiment, results = shared["agclr.controls"]
-    again = run_latent(experiment, tmp_path / "run", command=COMMAND, jobs=2)
+    again = run(experiment, tmp_path / "run", command=COMMAND, engine=LocalEngine(2))
     assert again["cells"] == results["cells"]
-    anew = run_latent(replace(experiment, models=None), tmp_path / "anew", command=COMMAND, jobs=2)
+    anew = run(replace(experiment, models=None), tmp_path / "anew", command=COMMAND, engine=LocalEngine(2))
     assert anew["cells"] == results["cells"]
 
 
@@ -361,9 +376,9 @@ def test_files_take_the_place_of_generators(tmp_path):
     rows = [{"question": f"How many is {n} + 1?", "answer": f"<<{n}+1={n + 1}>>\n#### {n + 1}"} for n in range(9)]
     for split, part in (("train", rows[:6]), ("test", rows[6:])):
         (folder / f"gsm8k_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    smoke = agclr.table1("smoke")
+    smoke = table1("smoke")
     experiment = replace(smoke, tasks=("gsm8k",), gsm8k=smoke.hops, files=str(folder))
-    models = LatentModels(experiment, tmp_path / "run", show=False)
+    models = LatentWork(experiment, tmp_path / "run", show=False)
     assert [e.answer for e in models.examples("gsm8k", "train")] == ["1", "2", "3", "4", "5", "6"]
     form = models.form("gsm8k")
     assert form.lines and form.decode(models.encoded("gsm8k", "test")[0].answer) == "### 7"
@@ -374,12 +389,12 @@ def test_files_take_the_place_of_generators(tmp_path):
     with pytest.raises(ValueError, match="must hold one file gsm8k_valid"):
         models.examples("gsm8k", "valid")
     with pytest.raises(ValueError, match="there is no such folder"):
-        LatentModels(replace(experiment, files="nowhere"), tmp_path / "other").examples("gsm8k", "train")
+        LatentWork(replace(experiment, files="nowhere"), tmp_path / "other").examples("gsm8k", "train")
 
 
 def test_test_problems_are_the_same_for_every_seed(tmp_path):
-    smoke = replace(agclr.table1("smoke"), tasks=("hops",))
-    one, two = (LatentModels(replace(smoke, seed=s), tmp_path / str(s)) for s in (0, 1))
+    smoke = replace(table1("smoke"), tasks=("hops",))
+    one, two = (LatentWork(replace(smoke, seed=s), tmp_path / str(s)) for s in (0, 1))
     assert one.examples("hops", "test") == two.examples("hops", "test")
     assert one.examples("hops", "train") != two.examples("hops", "train")
     shown = {e.question.rsplit(" ", 2)[0] for e in one.examples("hops", "train")}
@@ -404,7 +419,7 @@ def test_a_base_model_learns_new_tokens_and_must_fit(tmp_path):
 
 def test_the_commands_settings_are_the_experiments(monkeypatch, capfd, tmp_path):
     calls = []
-    monkeypatch.setattr(agclr_run, "run_latent", lambda experiment, out, **_: calls.append(experiment) or 1 / 0)
+    monkeypatch.setattr(kernel, "run", lambda experiment, out, **_: calls.append(experiment) or 1 / 0)
 
     def started(*words):
         with pytest.raises(ZeroDivisionError):
@@ -413,7 +428,7 @@ def test_the_commands_settings_are_the_experiments(monkeypatch, capfd, tmp_path)
 
     for table, make in MAKERS.items():
         assert started(table, "--scale", "smoke") == make("smoke")
-    assert started("agclr.table1") == agclr.table1("cpu")
+    assert started("agclr.table1") == table1("cpu")
     words = ["--tasks", "[hops]", "--hops.curriculum.max_stage", "3", "--hops.loop.steps", "9", "--models", "m"]
     changed = started("agclr.table1", "--scale", "smoke", *words)
     assert changed.tasks == ("hops",) and changed.hops.curriculum.max_stage == 3 and changed.models == "m"

@@ -16,17 +16,11 @@ from matplotlib import colors as mcolors
 from matplotlib.image import imread
 
 from sidestream.evaluation.stats import wilson
-from sidestream.papers.names import ARMS, arm_name
-from sidestream.papers.pictures import COLORS, DASHED, OTHER_COLORS, arm_looks
-from sidestream.papers.report import write_report
-from sidestream.papers.results import (
-    load_results,
-    markdown_table,
-    merge_seeds,
-    past_window,
-    pivot,
-    update_readme,
-)
+from sidestream.experiments.report.page import write_report
+from sidestream.experiments.report.tables import markdown_table, pivot, update_readme
+from sidestream.experiments.results import load_results, merge_seeds
+from sidestream.experiments.table import GREEN, GREY, SPARE, listed, load
+from sidestream.papers.lsar.recall import past_window
 
 W = 128
 DISTANCES = (64, 128, 160, 256, 2048)
@@ -186,36 +180,34 @@ def has_color(image: np.ndarray, color: str) -> bool:
 
 def test_pictures_are_drawn_in_the_arms_colours(run_dir):
     assert {path.name for path in run_dir.glob("*.png")} == {"recall.png", "ablation.png", "tsne.png", "loss.png"}
-    looks = arm_looks("lsar.table1", LADDER)
+    looks = load("lsar.table1").looks(LADDER)
     for name in ("recall", "ablation", "loss", "tsne"):
         image = imread(run_dir / f"{name}.png")[::2, ::2]
         assert 0.01 < (image[..., :3].min(-1) < 0.9).mean() < 0.7, f"{name} is blank or flooded"
         if name in ("recall", "ablation"):
             assert all(has_color(image, looks[arm].color) for arm in LADDER)
-            assert not has_color(image, COLORS["dynamic"])
+            assert not has_color(image, GREEN)
 
 
 def test_colours_are_fixed_and_apart():
-    looks = arm_looks("lsar.table3", ["x", *COLORS, "y"])
-    assert looks["static"].color == arm_looks("other", ["static"])["static"].color == COLORS["static"]
-    assert list(looks) == ["x", *COLORS, "y"]
-    for table, arms in ARMS.items():
-        looks = arm_looks(table, [*arms, "x"])
+    for name in listed():
+        table = load(name)
+        looks = table.looks([*table.arms, "x"])
+        assert list(looks) == [*table.arms, "x"]
         seen = [(look.color, look.dashed) for look in looks.values()]
-        assert len(set(seen)) == len(seen), table
-    apart = arm_looks("other", ["baseline", *(f"arm {i}" for i in range(len(OTHER_COLORS)))])
-    assert len({look.color for look in apart.values()}) == 1 + len(OTHER_COLORS)
-    assert all(COLORS[arm] == COLORS[arm.removesuffix("_pool")] for arm in DASHED)
-    red, green, blue = mcolors.to_rgb(COLORS["baseline"])
-    assert red == green == blue
+        assert len(set(seen)) == len(seen), name
+        assert len({look.name for look in table.arms.values()}) == len(table.arms)
+    apart = load("other").looks([f"arm {i}" for i in range(len(SPARE))])
+    assert len({look.color for look in apart.values()}) == len(SPARE)
+    grey = load("lsar.table1").looks(["baseline"])["baseline"].color
+    red, green, blue = mcolors.to_rgb(grey)
+    assert grey == GREY and red == green == blue
 
 
 def test_an_arm_is_named_by_its_table():
-    assert arm_name("static", "lsar.table1") == "LS-AR Static (ours)"
-    assert arm_name("static", "lsar.table3") == "LS-AR Static"
-    assert arm_name("text_masked", "lsar.table1") == "text masked" and arm_name("static", "other") == "static"
-    for arms in ARMS.values():
-        assert len(set(arms.values())) == len(arms)
+    assert load("lsar.table1").arm("static") == "LS-AR Static (ours)"
+    assert load("lsar.table3").arm("static") == "LS-AR Static"
+    assert load("lsar.table1").arm("text_masked") == "text masked" and load("other").arm("static") == "static"
 
 
 def planning_cells(arms=("baseline", "dynamic"), extra=((0, 6), (0, 7))):
@@ -231,7 +223,7 @@ def planning_cells(arms=("baseline", "dynamic"), extra=((0, 6), (0, 7))):
 
 def test_the_pivot_puts_more_blocks_beside_more_perturbations(tmp_path):
     results = invented() | {"table": "lsar.table3", "cells": planning_cells()}
-    table = pivot(merge_seeds([results]))
+    table = pivot(merge_seeds([results]), load("lsar.table3"))
     assert table.column == "K and N" and table.columns == ["K = 0", "K = 1", "K = 2", "N = 6", "N = 7"]
     assert [table.title(column) for column in table.columns[2:4]] == [("K = 2", "N = 5"), ("N = 6", "K = 0")]
     assert len(table.rows) == 4 and all(len(row) == 5 for row in table.rows.values())
@@ -246,7 +238,7 @@ def test_the_pivot_puts_more_blocks_beside_more_perturbations(tmp_path):
     )
     assert any(line.startswith("|  | LS-AR Dynamic, W = 16 | 70.0<br>") for line in lines)
     # N = 6 at two values of K has no single place beside them: N stays in the rows.
-    crossed = pivot(merge_seeds([results | {"cells": planning_cells(extra=((0, 6), (1, 6)))}]))
+    crossed = pivot(merge_seeds([results | {"cells": planning_cells(extra=((0, 6), (1, 6)))}]), load("lsar.table3"))
     assert crossed.column == "K" and crossed.columns == [0, 1, 2] and len(crossed.rows) == 8
 
 
@@ -347,10 +339,10 @@ def test_seeds_give_mean_sem_and_the_pooled_interval():
     three = [invented(seed=seed, shift=10 * seed) for seed in range(3)]
     entry = next(e for e in merge_seeds(three) if (e.arm, e.metric, e.where["H"]) == ("static", "code_exact", 256))
     assert entry.value == pytest.approx(0.96) and entry.n == 1500
-    assert entry.sem == pytest.approx(0.02 / math.sqrt(3))
+    assert entry.spread == pytest.approx(0.02 / math.sqrt(3))
     assert entry.ci == wilson(1440, 1500)
     alone = next(e for e in merge_seeds(three[:1]) if e.where["H"] == 256)
-    assert alone.sem is None
+    assert alone.spread is None
     for result in three:
         for each in result["cells"]:
             each["value"] = min(each["value"], 499.5 / 500)  # half a token: no count of successes
@@ -471,13 +463,12 @@ def test_an_unended_block_does_not_swallow_the_next(tmp_path):
 def test_pivot_without_conditions_is_one_column():
     bare = invented()
     bare["cells"] = [cell("baseline", "item_exact", 64, 9) | {"where": {}}]
-    table = pivot(merge_seeds([bare]))
+    table = pivot(merge_seeds([bare]), load("lsar.table1"))
     assert table.columns == [None] and len(table.rows) == 1
 
 
 def test_reports_need_no_torch():
-    code = (
-        "import sys, sidestream.papers.report; print({'torch', 'transformers', 'matplotlib.pyplot'} & set(sys.modules))"
-    )
+    code = "import sys, sidestream.experiments.report.page as page; "
+    code += "print({'torch', 'transformers', 'matplotlib.pyplot'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

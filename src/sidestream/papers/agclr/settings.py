@@ -1,4 +1,4 @@
-"""AGCLR and CoCoNuT: latent reasoning, its ablations and its controls. What is run, as data."""
+"""AGCLR and CoCoNuT: arms, tasks, scales and published values, which all of its tables have in common."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sidestream.channels import StreamConfig
+from sidestream.experiments.settings import Scale, Tested
+from sidestream.experiments.table import (
+    BLACK,
+    BLUE,
+    BROWN,
+    FOREST,
+    GREEN,
+    GREY,
+    INDIGO,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    TEAL,
+    WINE,
+    Look,
+    Metric,
+)
 from sidestream.lm.backbones import Backbone
 from sidestream.tasks.hops import HopsConfig
 from sidestream.tasks.prosqa_generator import SMALL, ProsqaConfig
 from sidestream.training.curriculum import Curriculum, Text
 from sidestream.training.loop import LoopConfig
-
-Scale = Literal["smoke", "cpu", "paper"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +70,35 @@ DERIVED = {"agclr_write2": ("agclr", 2)}
 """Arms that evaluate another arm's weights, the write gate frozen after pass k: (arm, k)."""
 
 TASKS = ("hops", "masked", "prosqa", "gsm8k", "hotpotqa")
-_METHODS = ("no_cot", "cot", "icot", "pause", "pause_multi", "coconut", "agclr", "coconut_sim", "agclr_sim")
-_GATES = ("agclr_no_read", "agclr_no_write", "agclr_no_forget", "agclr_write2", "agclr_random_gates", "agclr_first")
-TABLES: dict[str, tuple[str, ...]] = {
-    "agclr.table1": _METHODS,
-    "agclr.prosqa": _METHODS,
-    "agclr.ablations": ("agclr", *_GATES, "coconut_mlp", "agclr_identity", "coconut"),
-    "agclr.retention": ("coconut", "agclr"),
-    "agclr.controls": ("pause_multi", "coconut", "coconut_mlp", "agclr", "agclr_first"),
+METRICS = {
+    "accuracy": Metric("Answer right"),
+    "em": Metric("Answer, exact match"),
+    "f1": Metric("Answer, F1"),
+    "last": Metric("Last value of the answer"),
+    "early": Metric("Early value of the answer"),
+    "number": Metric("Answer right as a number"),
 }
-"""Table -> its arms. An arm is the same training in every table, so tables can share trained arms (`models`)."""
+MEASURED = {"masked": ("accuracy", "last", "early"), "hotpotqa": ("em", "f1"), "gsm8k": ("accuracy", "number")}
+"""What is measured of a task, first what it is judged by; `accuracy` where it is not named."""
+LOOKS = {
+    "no_cot": Look("No CoT", GREY),
+    "cot": Look("CoT", BLACK),
+    "icot": Look("iCoT", FOREST),
+    "pause": Look("Pause tokens", ORANGE),
+    "pause_multi": Look("Pause tokens, curriculum", ORANGE, dashed=True),
+    "coconut": Look("CoCoNuT", BLUE),
+    "agclr": Look("AGCLR", RED),
+    "coconut_sim": Look("CoCoNuT + SIM-CoT's step decoder", BLUE, dashed=True),
+    "agclr_sim": Look("AGCLR + SIM-CoT's step decoder", RED, dashed=True),
+    "agclr_no_read": Look("AGCLR, no read gate", GREEN),
+    "agclr_no_write": Look("AGCLR, no write gate", PINK),
+    "agclr_no_forget": Look("AGCLR, no forget gate", WINE),
+    "agclr_write2": Look("AGCLR, write gate frozen after pass 2 (at test)", PINK, dashed=True),
+    "agclr_random_gates": Look("AGCLR, random gates", INDIGO),
+    "agclr_first": Look("AGCLR, stream repeats pass 1", TEAL),
+    "agclr_identity": Look("AGCLR, identity at the start", BROWN),
+    "coconut_mlp": Look("CoCoNuT + MLP of the stream's size", SKY),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +123,12 @@ class LatentTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentExperiment:
-    """One table of AGCLR: every arm trained on every task, and one kind of analysis."""
+class LatentSettings(Tested):
+    """Settings of a table of AGCLR: every arm trained on every task. An arm is the same training in every table, so
+    tables can share trained arms (`models`)."""
 
-    table: str
-    """The name it is run under; it decides the analysis."""
-    scale: Scale
-    """`smoke`, `cpu` or `paper`."""
-    seed: int = 0
-    """Of initial weights, generated training problems and their order. Test problems are the same for every seed."""
     tasks: tuple[str, ...]
     """Tasks, in the order of the report."""
-    arms: tuple[str, ...]
-    """Arms, in the order of the report."""
     hops: LatentTask | None = None
     """Training on `hops`, a task of ours: each step is one lookup."""
     masked: LatentTask | None = None
@@ -135,10 +163,6 @@ class LatentExperiment:
     """Weight of its loss."""
     gain_rate: float = 30.0
     """Learning rate of the gain of `agclr_identity` over that of the rest: from 0, equal steps would leave it there."""
-    split: Literal["test", "valid"] = "test"
-    """Split to evaluate on. Settings are chosen on `valid`; no split chooses weights: the last ones are evaluated."""
-    test_problems: int = 500
-    """Problems evaluated."""
     traced: int = 100
     """Problems over which the passes of `agclr.retention` are compared (the paper: 100)."""
     new_tokens: int = 30
@@ -147,25 +171,24 @@ class LatentExperiment:
     """Folder for trained arms, to be shared by tables with the same training settings; null: the run's own."""
 
     def __post_init__(self) -> None:
-        if self.table not in TABLES:
-            raise ValueError(f"table is {self.table!r}; use {', '.join(TABLES)}")
-        for name, given, known in (("task", self.tasks, TASKS), ("arm", self.arms, (*ARMS, *DERIVED))):
-            unknown = [one for one in given if one not in known]
-            if unknown or not given:
-                raise ValueError(f"unknown {name} {unknown[0]!r}" if unknown else f"no {name}; use {', '.join(known)}")
-            if len(set(given)) < len(given):
-                raise ValueError(f"{name}s {list(given)}: one is named twice")
+        super().__post_init__()
+        self.distinct(tasks=TASKS, arms=(*ARMS, *DERIVED))
+        self.at_least(step_layers=1, traced=2, new_tokens=1)
         for task in self.tasks:
             self.training(task)
         for arm in self.arms:
             if arm in DERIVED and DERIVED[arm][0] not in self.arms:
                 raise ValueError(f"arm {arm!r} evaluates the weights of {DERIVED[arm][0]!r}; add that arm")
-            if self.table in ("agclr.retention", "agclr.controls") and (arm in DERIVED or ARMS[arm].text != "latent"):
+
+    def latents_only(self) -> None:
+        """Refuse arms that have no latents of their own.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for arm in self.arms:
+            if arm in DERIVED or ARMS[arm].text != "latent":
                 raise ValueError(f"{self.table} looks at latents in stages, which arm {arm!r} has not; leave it out")
-        for name in ("seed", "step_layers", "test_problems", "traced", "new_tokens"):
-            low = 0 if name == "seed" else 2 if name == "traced" else 1
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
 
     def training(self, task: str) -> LatentTask:
         """How a task is trained.
@@ -180,46 +203,25 @@ class LatentExperiment:
         return found
 
 
-def table1(scale: Scale) -> LatentExperiment:
-    """Every method."""
-    return _at_scale("agclr.table1", scale)
+def at_scale(table: str, scale: Scale, arms: tuple[str, ...], *, masked: bool = False) -> LatentSettings:
+    """A table's settings.
 
-
-def prosqa(scale: Scale) -> LatentExperiment:
-    """Every method where the latents may search: ProsQA alone."""
-    return _at_scale("agclr.prosqa", scale)
-
-
-def ablations(scale: Scale) -> LatentExperiment:
-    """The stream without parts of it, and other things in its place."""
-    return _at_scale("agclr.ablations", scale)
-
-
-def retention(scale: Scale) -> LatentExperiment:
-    """What the hidden states of later passes have in common with the first, and how far the gates open."""
-    return _at_scale("agclr.retention", scale)
-
-
-def controls(scale: Scale) -> LatentExperiment:
-    """Latents replaced or taken out at test, and a task whose facts travel through the latents only."""
-    return _at_scale("agclr.controls", scale)
-
-
-def _at_scale(table: str, scale: Scale) -> LatentExperiment:
+    Args:
+        masked: the table has the task `masked`, below paper scale: where the question is hidden the stream must earn
+            its keep.
+    """
     makers = {"smoke": _smoke, "cpu": _cpu, "paper": _paper}
     if scale not in makers:
         raise ValueError(f"scale is {scale!r}; use smoke, cpu or paper")
-    found = makers[scale](table)
-    if table == "agclr.prosqa":
-        return replace(found, tasks=("prosqa",))
+    found = makers[scale](table, arms)
     if scale == "paper":
         return found
-    # Where the question is hidden the stream must earn its keep. A small model takes an hour of ProsQA: its own table.
-    masked = ("masked",) if table in ("agclr.ablations", "agclr.controls") else ()
-    return replace(found, tasks=("hops", *masked) if scale == "cpu" else ("hops", *masked, "prosqa"))
+    # A small model takes an hour of ProsQA: at `cpu` it has its own table.
+    tasks = ("hops", *(("masked",) if masked else ()), *(("prosqa",) if scale == "smoke" else ()))
+    return replace(found, tasks=tasks)
 
 
-def _paper(table: str) -> LatentExperiment:
+def _paper(table: str, arms: tuple[str, ...]) -> LatentSettings:
     def task(epochs: int, problems: int, warmup: float, curriculum: Curriculum, gates: Any) -> LatentTask:
         # CHOICE(AGCLR, Training): warm-up is 100 steps there, a share of each stage here; and the rate then falls to 0
         # in each stage, where the paper says nothing of a decay.
@@ -236,11 +238,11 @@ def _paper(table: str) -> LatentExperiment:
     thrice = Curriculum(latents_per_step=2, max_stage=3, pad_to_max=True, first_length=3, stage_length=3, last_length=6)
     # The paper's 20 epochs: two are left for stage 6.
     prosqa = Curriculum(latents_per_step=1, max_stage=6, first_length=3, stage_length=3, last_length=2)
-    return LatentExperiment(
+    return LatentSettings(
         table=table,
         scale="paper",
         tasks=("gsm8k", "hotpotqa", "prosqa"),
-        arms=TABLES[table],
+        arms=arms,
         gsm8k=task(15, 385_620, 0.01, thrice, "gsm8k"),
         hotpotqa=task(15, 15_000, 0.25, thrice, "gsm8k"),
         prosqa=task(20, 17_886, 0.25, prosqa, "prosqa"),
@@ -253,17 +255,17 @@ def _paper(table: str) -> LatentExperiment:
     )
 
 
-def _cpu(table: str) -> LatentExperiment:
+def _cpu(table: str, arms: tuple[str, ...]) -> LatentSettings:
     # CHOICE(AGCLR, Training): rotary positions, normalised queries and keys and Muon at this scale, for every arm
     # (LOG.md). Stage 0 has 2,100 steps: the look-up is learnt all at once, in some seeds after 1,000.
     loop = LoopConfig(steps=3000, batch_size=64, learning_rate=1e-3, optimizer="muon")
     two = Curriculum(max_stage=2, mix="proportional", first_length=7, last_length=2)
     hops = LatentTask(problems=60_000, curriculum=two, loop=loop)
-    return LatentExperiment(
+    return LatentSettings(
         table=table,
         scale="cpu",
         tasks=("hops", "masked", "prosqa"),
-        arms=TABLES[table],
+        arms=arms,
         hops=hops,
         # Three latents, so that a stream has more than one pass to carry the early value over.
         masked=replace(hops, curriculum=replace(two, max_stage=3), sees="last", hides=2),
@@ -284,14 +286,14 @@ def _cpu(table: str) -> LatentExperiment:
     )
 
 
-def _smoke(table: str) -> LatentExperiment:
+def _smoke(table: str, arms: tuple[str, ...]) -> LatentSettings:
     loop = LoopConfig(steps=4, batch_size=8, learning_rate=2e-3, log_every=1, optimizer="muon")
     two = LatentTask(problems=32, curriculum=Curriculum(max_stage=1, latents_per_step=2), loop=loop)
-    return LatentExperiment(
+    return LatentSettings(
         table=table,
         scale="smoke",
         tasks=("hops", "masked", "prosqa"),
-        arms=TABLES[table],
+        arms=arms,
         hops=two,
         masked=replace(two, sees="last", hides=2),
         prosqa=replace(two, gates="prosqa"),
@@ -319,12 +321,12 @@ _PAPER = {
 }
 
 
-def paper_value(arm: str, where: dict[str, Any], metric: str) -> float | None:
+def published(arm: str, metric: str, where: dict[str, Any]) -> float | None:
     """The paper's value for a cell: GPT-2's, on the full data sets, at whatever scale ours is made."""
     if metric == "cosine":
         # The paper does not say on which data set; both of its curricula for GPT-2 end at 6 latents.
         return {"coconut": 0.126, "agclr": 0.22}.get(arm) if where["pass"] == 6 else None
-    if where.get("latents", "learned") != "learned":
+    if where.get("latents", "learned") != "learned" or "stage" in where:
         return None
     found = _PAPER.get(arm, {}).get(where["task"])
     if isinstance(found, tuple):
@@ -337,7 +339,7 @@ ROW_TOKENS = {"hops": 25, "masked": 20, "prosqa": 250, "gsm8k": 110, "hotpotqa":
 """Tokens of a row, for a guess at the cost."""
 
 
-def training_flops(e: LatentExperiment) -> float:
+def training_flops(e: LatentSettings) -> float:
     """A rough guess: 6 FLOP a weight of the blocks and token."""
     arms = sum(arm in ARMS for arm in e.arms)
     rows = sum(e.training(t).loop.steps * e.training(t).loop.batch_size * ROW_TOKENS[t] for t in e.tasks)

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -28,13 +27,29 @@ import torch
 from torch import Tensor, nn
 
 from sidestream.channels import GoalConfig
+from sidestream.experiments.results import Outcome
+from sidestream.experiments.run import Found, Job, Measured, Work
+from sidestream.experiments.settings import Scale, Settings, from_json, to_json
+from sidestream.experiments.table import Look, Table
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.backbones import Backbone
 from sidestream.lm.cache import Window
 from sidestream.lm.decode import LeanDecoder
-from sidestream.papers.experiment import open_run, record_call, to_json, write_results
-from sidestream.papers.results import load_results
 
+LISTED = {
+    "lsar.table2": {
+        "title": "Speed and memory of Static beside the 20-layer and the 4-layer decoder (LS-AR Table 2)",
+        "smoke": "seconds",
+        "cpu": "an hour",
+        "paper": "minutes on one GPU",
+    },
+    "lsar.table4": {
+        "title": "Speed and memory of Dynamic beside the 10-layer and the 4-layer decoder (LS-AR Table 4)",
+        "smoke": "seconds",
+        "cpu": "an hour",
+        "paper": "minutes on one GPU",
+    },
+}
 NOTES = [
     "A ratio is the median of the ratios within a round; arms take turns. Goals are encoded within the time.",
     "Weights are random and of the paper's sizes. Numbers that are no ratios hold for this machine only.",
@@ -47,15 +62,9 @@ COMMA = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
+class Speed(Settings):
     """What is timed, at which sizes and for how long."""
 
-    table: str
-    """The name it is run under."""
-    scale: Literal["smoke", "cpu", "paper"]
-    """`smoke` (tiny models), `cpu` (the paper's sizes) or `paper` (also in bfloat16; for a GPU)."""
-    seed: int = 0
-    """Of weights and text."""
     windows: tuple[int, ...]
     """W, tokens in view."""
     batches: tuple[int, ...] = (1, 32)
@@ -91,16 +100,9 @@ class Speed:
     """Measure peak memory while decoding as well, in processes of their own."""
 
     def __post_init__(self) -> None:
-        for name in ("windows", "batches", "dtypes", "families"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty; give at least one")
-        for names, known in ((self.dtypes, ("fp32", "bf16")), (self.families, ("gpt2", "llama"))):
-            wrong = [name for name in names if name not in known]
-            if wrong:
-                raise ValueError(f"{wrong[0]!r} is unknown; use {' or '.join(known)}")
-        for name in ("repeats", "threads", "goal_tokens", "layers", "large_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        super().__post_init__()
+        self.distinct(windows=None, batches=None, dtypes=("fp32", "bf16"), families=("gpt2", "llama"))
+        self.at_least(repeats=1, threads=1, goal_tokens=1, layers=1, large_layers=1)
         if min(self.windows) < 2 or min(self.batches) < 1:
             raise ValueError("a window holds at least 2 tokens and a batch at least 1 row")
 
@@ -108,7 +110,7 @@ class Speed:
 _TINY: dict[str, Any] = dict(vocabulary=101, width=32, heads=2, layers=1, large_layers=3)
 
 
-def table2(scale: Literal["smoke", "cpu", "paper"]) -> Speed:
+def table2(scale: Scale) -> Speed:
     """LS-AR Table 2: Static beside the 20-layer baseline and the 4-layer unconditioned decoder."""
     common: dict[str, Any] = dict(table="lsar.table2", scale=scale)
     if scale == "smoke":
@@ -118,7 +120,7 @@ def table2(scale: Literal["smoke", "cpu", "paper"]) -> Speed:
     return Speed(windows=(128, 256, 500), dtypes=dtypes, new_tokens=32 if scale == "cpu" else None, **common)
 
 
-def table4(scale: Literal["smoke", "cpu", "paper"]) -> Speed:
+def table4(scale: Scale) -> Speed:
     """LS-AR Table 4: Dynamic beside the 10-layer baseline; plans of Blocksworld's form, a comma every 3 or 4 tokens."""
     common: dict[str, Any] = dict(table="lsar.table4", scale=scale, goal_tokens=28, rollout_tokens=128)
     if scale == "smoke":
@@ -178,13 +180,9 @@ def over(numerators: Sequence[float], denominators: Sequence[float]) -> list[flo
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-def cell(
-    arm: str, metric: str, where: dict[str, Any], samples: Sequence[float], paper: float | None = None, **more: Any
-) -> dict[str, Any]:
-    """A results cell: the median of its samples, and all of them."""
-    value = statistics.median(samples)
-    named = {"arm": arm, "metric": metric, "where": where, "value": value, "n": len(samples), "ci": None}
-    return {**named, "paper": paper, "samples": [float(f"{sample:.6g}") for sample in samples], **more}
+def timed(arm: str, metric: str, where: dict[str, Any], samples: Sequence[float], **facts: Any) -> Outcome:
+    """Rounds of one thing timed."""
+    return Outcome(arm=arm, metric=metric, where=where, values=samples, facts=facts)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -257,13 +255,18 @@ _PAPER = {
 }
 
 
-def decoding_cells(plan: Speed, *, dynamic: bool, batch: int, dtype: str, family: str = "gpt2") -> list[dict[str, Any]]:
+def published(arm: str, metric: str, where: dict[str, Any]) -> float | None:
+    """The paper's ratio at the same W."""
+    return _PAPER.get(metric, {}).get(where.get("W", 0))
+
+
+def decoding(plan: Speed, *, dynamic: bool, batch: int, dtype: str, family: str = "gpt2") -> list[Outcome]:
     """Tokens a second of LS-AR, the small and the large decoder at every W, and the ratios."""
     torch.manual_seed(plan.seed)
     own = "dynamic" if dynamic else "static"
     model = conditioned(plan, dtype, dynamic=dynamic, family=family)
     large = bare(plan, plan.large_layers, dtype, family=family)
-    clock, cells = Clock(plan.clock), []
+    clock, found = Clock(plan.clock), []
     for size in plan.windows:
         length = size if not dynamic else plan.goal_tokens + (plan.new_tokens or plan.rollout_tokens or size)
         new = min(plan.new_tokens or length, length - plan.goal_tokens)
@@ -292,16 +295,14 @@ def decoding_cells(plan: Speed, *, dynamic: bool, batch: int, dtype: str, family
         if dynamic:
             where["positions"] = "rotary" if family == "llama" else "learned"
         for other in ("small", "large"):
-            metric = f"{own}_over_{other}"
-            paper = _PAPER.get(metric, {}).get(size) if plan.scale != "smoke" else None
-            cells.append(cell(own, metric, where, over(seconds[other], whole), paper))
+            found.append(timed(own, f"{own}_over_{other}", where, over(seconds[other], whole)))
         for name, taken in seconds.items():
-            cells.append(cell(name, "tokens_per_s", where, [batch / one for one in taken]))
+            found.append(timed(name, "tokens_per_s", where, [batch / one for one in taken]))
         del decoders
-    return cells
+    return found
 
 
-def memory_cells(plan: Speed, *, dynamic: bool, batch: int, dtype: str, size: int) -> list[dict[str, Any]]:
+def memory(plan: Speed, *, dynamic: bool, batch: int, dtype: str, size: int) -> list[Outcome]:
     """Peak memory while decoding, over what the process held before it built a model; every arm and repeat in a process
     of its own, which has let go of the encoder and of the loaded model by then."""
     own = "dynamic" if dynamic else "static"
@@ -312,14 +313,12 @@ def memory_cells(plan: Speed, *, dynamic: bool, batch: int, dtype: str, size: in
     where: dict[str, Any] = {"W": size, "batch": batch, "dtype": dtype}
     if dynamic:
         where["positions"] = "learned"
-    ratio = "memory_over_large"
-    paper = _PAPER[ratio].get(size) if plan.scale != "smoke" else None
-    cells = [cell(own, ratio, where, over(held[own], held["large"]), paper)]
-    return cells + [cell(arm, "memory_mb", where, [one / 1e6 for one in samples]) for arm, samples in held.items()]
+    ratio = timed(own, "memory_over_large", where, over(held[own], held["large"]))
+    return [ratio, *(timed(arm, "memory_mb", where, [one / 1e6 for one in taken]) for arm, taken in held.items())]
 
 
 def _in_a_process(plan: Speed, arm: str, batch: int, dtype: str, size: int) -> float:
-    code = "from sidestream.papers.speed import measure_memory; measure_memory()"
+    code = "from sidestream.papers.lsar.speed import measure_memory; measure_memory()"
     asked = json.dumps({"plan": to_json(plan), "arm": arm, "batch": batch, "dtype": dtype, "size": size})
     # Freed weights are to go back to the system, not into malloc's pool.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": str(plan.threads)}
@@ -334,8 +333,6 @@ def _in_a_process(plan: Speed, arm: str, batch: int, dtype: str, size: int) -> f
 def measure_memory() -> None:
     """In the fresh process: read what to measure from stdin, print the bytes."""
     asked = json.loads(sys.stdin.read())
-    from sidestream.papers.experiment import from_json
-
     plan, arm, batch, size = from_json(Speed, asked["plan"]), asked["arm"], asked["batch"], asked["size"]
     torch.set_num_threads(plan.threads)
     # Libraries take memory at first use, whatever the arm.
@@ -386,24 +383,44 @@ def _rss(name: str) -> int:
     raise ValueError("memory is measured by Linux's /proc; run this on Linux or a GPU, or leave it out with --memory")
 
 
-def run_speed(
-    experiment: Speed, directory: Path, *, command: str, resume: bool = False, jobs: int | None = None
-) -> dict[str, Any]:
-    """Measure every cell of the table into `directory`; returns what it writes to results.json.
+class SpeedWork(Work[Speed]):
+    """Every batch, type and family after the other: what runs side by side disturbs what is timed."""
 
-    `jobs` is not used: what runs side by side disturbs what is timed.
-    """
-    open_run(directory, experiment, resume=resume)
-    if (directory / "results.json").exists():
-        return load_results(directory / "results.json")
-    torch.set_num_threads(experiment.threads)
-    origin = record_call(directory, command, f"random weights and text of seed {experiment.seed}")
-    started, dynamic, cells = time.monotonic(), experiment.table == "lsar.table4", []
-    for dtype in experiment.dtypes:
-        for batch in experiment.batches:
-            for family in experiment.families:
-                cells += decoding_cells(experiment, dynamic=dynamic, batch=batch, dtype=dtype, family=family)
-            if experiment.memory:
-                for size in experiment.windows:
-                    cells += memory_cells(experiment, dynamic=dynamic, batch=batch, dtype=dtype, size=size)
-    return write_results(experiment, directory, origin, started, notes=NOTES, cells=cells)
+    def data_hash(self) -> str:
+        """There is no data but this."""
+        return f"random weights and text of seed {self.settings.seed}"
+
+    def jobs(self) -> list[Job]:
+        """Decoding, and memory beside it."""
+        e, dynamic, made = self.settings, self.settings.table == "lsar.table4", []
+        for dtype, batch in ((dtype, batch) for dtype in e.dtypes for batch in e.batches):
+            common: dict[str, Any] = dict(dynamic=dynamic, batch=batch, dtype=dtype)
+            for family in e.families:
+                made.append(self._job(f"{dtype}-{batch}-{family}", partial(decoding, e, **common, family=family)))
+            for size in e.windows if e.memory else ():
+                made.append(self._job(f"{dtype}-{batch}-memory-{size}", partial(memory, e, **common, size=size)))
+        return made
+
+    def _job(self, name: str, measure: Callable[[], list[Outcome]]) -> Job:
+        def work() -> Measured:
+            torch.set_num_threads(self.settings.threads)
+            return Measured(outcomes=measure())
+
+        return Job(name=name, work=work)
+
+    def notes(self, found: Found) -> list[str]:
+        """What a ratio is."""
+        return NOTES
+
+
+def _table(name: str, heading: str, at: Any, own: Look, large: str) -> Table:
+    arms = {own.name.split()[-1].lower(): own, "large": Look(large), "small": Look("unconditioned decoder, 4 blocks")}
+    return Table(
+        name=name, heading=heading, at=at, work=SpeedWork, unnamed="median", arms=arms, paper=published, alone=True
+    )
+
+
+TABLES = [
+    _table("lsar.table2", "LS-AR, Table 2: speed of Static", table2, Look("LS-AR Static"), "AR baseline, 20 blocks"),
+    _table("lsar.table4", "LS-AR, Table 4: speed of Dynamic", table4, Look("LS-AR Dynamic"), "AR baseline, 10 blocks"),
+]

@@ -1,8 +1,9 @@
-"""The models of AGCLR's tables: their data, their text, and what trains each arm on each task."""
+"""The work of AGCLR's tables: data, text, the training of every arm on every task, and its answers."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,15 +14,19 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_model
 
+from sidestream.evaluation.latent import generate_answers
+from sidestream.experiments.provenance import record_call, write_whole
+from sidestream.experiments.results import Outcome
+from sidestream.experiments.run import Job, Measured, Work
+from sidestream.experiments.settings import first_difference, to_json
 from sidestream.lm.attach import attach
-from sidestream.lm.backbones import Backbone
+from sidestream.lm.backbones import Backbone, parameter_count
 from sidestream.lm.layout import Layout
 from sidestream.lm.passes import PassConfig
 from sidestream.lm.text import Vocabulary, WordVocabulary
-from sidestream.papers.agclr import ARMS, LatentExperiment
-from sidestream.papers.experiment import first_difference, to_json, write_whole
+from sidestream.papers.agclr.settings import ARMS, DERIVED, MEASURED, LatentSettings
 from sidestream.tasks import gsm8k, hops, hotpotqa, prosqa, prosqa_generator
-from sidestream.tasks.base import ReasoningExample, Split, read_jsonl
+from sidestream.tasks.base import ReasoningExample, Split, data_hash, read_jsonl
 from sidestream.training.curriculum import Call, Problem, prompt
 from sidestream.training.latent import LatentLM, StepDecoder, pretrained, train_curriculum
 from sidestream.training.loop import FINAL, WEIGHTS
@@ -33,8 +38,6 @@ SCORERS = {
     "gsm8k": gsm8k.score,
     "hotpotqa": hotpotqa.score,
 }
-METRICS = {"masked": ("accuracy", "last", "early"), "hotpotqa": ("em", "f1"), "gsm8k": ("accuracy", "number")}
-"""What is reported of a task; `accuracy` where it is not named."""
 SHARED = "all_arms"
 """Folder of what arms share."""
 MARKS = ("<start>", "<end>", "<latent>", "<stop>")
@@ -92,24 +95,94 @@ class TextForm:
         return self.vocabulary.decode([token for token in ids if token not in marks])
 
 
-class LatentModels:
-    """Data, models and trained arms of one run directory; what is finished there is loaded.
+class LatentWork(Work[LatentSettings]):
+    """Data, models and trained arms of one run; a table's own class says what is measured (`measure`)."""
 
-    Args:
-        show: progress bars.
-    """
-
-    def __init__(self, experiment: LatentExperiment, directory: Path, *, show: bool = True) -> None:
-        self.experiment = experiment
-        self.directory = directory
-        self.trained = Path(experiment.models) if experiment.models else directory
-        self.show = show
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(self, settings: LatentSettings, directory: Path, *, show: bool = True) -> None:
+        super().__init__(settings, directory, show=show)
+        self.trained = Path(settings.models) if settings.models else directory
         self.examples = cache(self._examples)
         self.form = cache(self._form)
         self.encoded = cache(self._encoded)
 
+    def measure(self, task: str, arm: str, module: LatentLM) -> list[Outcome]:
+        """What a table wants to know of a trained arm; `arm` may be one of `DERIVED`, whose switch is set."""
+        raise NotImplementedError
+
+    def jobs(self) -> list[Job]:
+        """Stage 0, which arms share, and each arm on each task."""
+        e, made = self.settings, []
+        for task in e.tasks:
+            shared = any(self.shared_calls(task, arm) for arm in e.arms if arm in ARMS)
+            if shared:
+                made.append(
+                    Job(name=f"{task}/{SHARED}", work=lambda task=task: self._share_job(task), stages=self.stages(task))
+                )
+            for arm in e.arms:
+                source = DERIVED[arm][0] if arm in DERIVED else None
+                needs = (f"{task}/{source}",) if source else (f"{task}/{SHARED}",) if shared else ()
+                made.append(
+                    Job(
+                        name=f"{task}/{arm}",
+                        work=lambda task=task, arm=arm: self._arm(task, arm),
+                        needs=needs,
+                        stages={} if source else self.stages(task, arm),
+                    )
+                )
+        return made
+
+    def _share_job(self, task: str) -> None:
+        self.share(task)
+        self._copy_logs(self.stages(task))
+
+    def _arm(self, task: str, arm: str) -> Measured:
+        """Train one arm on one task, or take the one that it is derived from, and measure it."""
+        source, until = DERIVED.get(arm, (arm, None))
+        module = self.load(task, source)
+        if until is not None:
+            module.model.stream.config = replace(module.model.stream.config, write_until=until)
+            return Measured(outcomes=self.measure(task, arm, module))
+        self._copy_logs(self.stages(task, arm))
+        # Counted first: what is measured may load weights of earlier stages.
+        parameters = parameter_count(module.model)
+        return Measured(outcomes=self.measure(task, arm, module), facts={"parameters": parameters})
+
+    def _copy_logs(self, stages: Iterable[Path]) -> None:
+        """From the folder of shared arms into the run's, where its report looks."""
+        for folder in stages:
+            if self.trained != self.directory and (folder / "metrics.jsonl").exists():
+                here = self.directory / folder.relative_to(self.trained)
+                here.mkdir(parents=True, exist_ok=True)
+                shutil.copy(folder / "metrics.jsonl", here)
+
+    def answers(
+        self, task: str, arm: str, module: LatentLM, *, stage: int | None = None, **changed: Any
+    ) -> dict[str, list[float]]:
+        """Metric -> one score a problem, of an arm's answers.
+
+        Args:
+            stage: on the prompts of another stage than the last.
+            changed: other arguments of `generate_answers`, for what stands in the latents.
+        """
+        options = {"config": module.pass_config, "max_new_tokens": self.settings.new_tokens, **changed}
+        said = generate_answers(
+            module.model, self.prompts(task, arm, stage), stop_id=self.form(task).stop_id, **options
+        )
+        return self.scores(task, said)
+
     # ---------------------------------------------------------------- data
+
+    def origin(self, command: str) -> dict[str, Any]:
+        """This run's calls, and those that trained arms in a folder shared with others."""
+        e, everything, shared = self.settings, [], []
+        for task in e.tasks:
+            folder = self.open_task(task)
+            training = self.examples(task, "train")
+            everything += [*training, *self.examples(task, e.split)]
+            if e.models:
+                shared.append(record_call(folder, command, data_hash(training)))
+        origin = record_call(self.directory, command, data_hash(everything))
+        return {**origin, "dirty": origin["dirty"] or any(call["dirty"] for call in shared)}
 
     def open_task(self, task: str) -> Path:
         """The folder of a task's trained arms, checked to be of these settings.
@@ -117,7 +190,7 @@ class LatentModels:
         Raises:
             ValueError: it holds arms of other settings.
         """
-        e, folder = self.experiment, self.trained / task
+        e, folder = self.settings, self.trained / task
         data = f"{task}_data"
         record: dict[str, Any] = {"training": to_json(e.training(task)), "backbone": to_json(e.backbone)}
         record["data"] = to_json(getattr(e, data)) if hasattr(e, data) else None
@@ -138,7 +211,7 @@ class LatentModels:
         Raises:
             ValueError: they cannot be had, or there are none.
         """
-        e = self.experiment
+        e = self.settings
         folder, count = self.directory, e.test_problems
         if split == "train":
             folder, count = self.trained, e.training(task).problems
@@ -151,7 +224,7 @@ class LatentModels:
         return read_jsonl(path)
 
     def _source(self, task: str, split: Split) -> Iterator[ReasoningExample]:
-        e = self.experiment
+        e = self.settings
         file = _file_of(e.files, task, split)
         if file is not None:
             if task == "prosqa":
@@ -168,7 +241,7 @@ class LatentModels:
         return iter(gsm8k.load_hub(split) if task == "gsm8k" else hotpotqa.load_hub(split))
 
     def _form(self, task: str) -> TextForm:
-        e = self.experiment
+        e = self.settings
         train = self.examples(task, "train")
         wordy = task in ("hops", "masked") or task == "prosqa" and prosqa.is_short(train[0].question)
         if not wordy or e.base is not None:
@@ -188,7 +261,7 @@ class LatentModels:
 
     def fresh(self, task: str, arm: str) -> LatentLM:
         """An arm before training. The base model starts the same in every arm."""
-        e, spec, form = self.experiment, ARMS[arm], self.form(task)
+        e, spec, form = self.settings, ARMS[arm], self.form(task)
         torch.manual_seed(e.seed)
         lm: Any = self._base(form)
         blocks = None
@@ -212,7 +285,7 @@ class LatentModels:
         return LatentLM(lm, config, step_decoder=decoder, step_weight=e.step_weight).to(self.device)
 
     def _base(self, form: TextForm) -> Any:
-        e = self.experiment
+        e = self.settings
         if e.base is None:
             return e.backbone.build(vocabulary=form.size, window=e.positions, pad_id=form.pad_id)
         layout = form.layout
@@ -222,7 +295,7 @@ class LatentModels:
 
     def calls(self, task: str) -> list[Call]:
         """The calls of training that a task's arms consist of."""
-        training = self.experiment.training(task)
+        training = self.settings.training(task)
         epoch = len(self.examples(task, "train")) // training.loop.batch_size
         return training.curriculum.calls(training.loop.steps, epoch)
 
@@ -234,15 +307,15 @@ class LatentModels:
         """
         # CHOICE(AGCLR, Training): without a pretrained model, arms without the curriculum (no-CoT, pause) start from
         # the same weights, or they would have to learn the look-up from answers alone, which GPT-2 has not to.
-        mine = ARMS[arm].text == "latent" or self.experiment.base is None
+        mine = ARMS[arm].text == "latent" or self.settings.base is None
         return [call for call in self.calls(task) if call.stage == 0] if mine else []
 
-    def folders(self, task: str, arm: str = SHARED) -> list[tuple[Path, int]]:
-        """Folders of the calls that are an arm's own (or that arms share) and their steps, for the progress display."""
+    def stages(self, task: str, arm: str = SHARED) -> dict[Path, int]:
+        """Folders of the calls that are an arm's own (or that arms share) and their steps."""
         calls = self.shared_calls(task)
         if arm != SHARED:
             calls = self.calls(task)[len(self.shared_calls(task, arm)) :]
-        return [(self.trained / task / arm / call.name, call.steps) for call in calls]
+        return {self.trained / task / arm / call.name: call.steps for call in calls}
 
     def share(self, task: str) -> LatentLM:
         """The model that arms start from: its calls are trained as far as the directory lacks them."""
@@ -260,7 +333,7 @@ class LatentModels:
         return module
 
     def _train(self, task: str, arm: str, module: LatentLM, folder: str, calls: list[Call]) -> None:
-        e, form, training = self.experiment, self.form(task), self.experiment.training(task)
+        e, form, training = self.settings, self.form(task), self.settings.training(task)
         loop = training.loop
         if calls and calls[0].stage > 0:
             loop = replace(loop, learning_rate=loop.learning_rate * training.later_rate)
@@ -275,7 +348,7 @@ class LatentModels:
             seed=e.seed,
             pad_id=form.pad_id,
             stop_id=form.stop_id,
-            label=f"{task} {folder}" if self.show else "",
+            label=self.label(f"{task} {folder}"),
             tags={"arm": folder, "stage": f"{task}, stage {{stage}}"},
             rates={"gain": e.gain_rate},
             calls=calls,
@@ -294,19 +367,43 @@ class LatentModels:
 
     def prompts(self, task: str, arm: str, stage: int | None = None) -> list[list[int]]:
         """What an arm's answers to the evaluated problems start from, in the last stage or in another."""
-        curriculum = self.experiment.training(task).curriculum
-        stage = curriculum.last_stage if stage is None else stage
-        problems, layout = self.encoded(task, self.experiment.split), self.form(task).layout
-        return [prompt(problem, ARMS[arm].text, stage, curriculum, layout) for problem in problems]
+        curriculum = self.settings.training(task).curriculum
+        at = curriculum.last_stage if stage is None else stage
+        problems, layout = self.encoded(task, self.settings.split), self.form(task).layout
+        text = ARMS[DERIVED.get(arm, (arm,))[0]].text
+        return [prompt(problem, text, at, curriculum, layout) for problem in problems]
 
     def scores(self, task: str, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
         """Metric -> one score a problem."""
         form = self.form(task)
         found = [
             SCORERS[task](example, form.decode(ids)).values
-            for example, ids in zip(self.examples(task, self.experiment.split), answers, strict=True)
+            for example, ids in zip(self.examples(task, self.settings.split), answers, strict=True)
         ]
-        return {metric: [values[metric] for values in found] for metric in METRICS.get(task, ("accuracy",))}
+        return {metric: [values[metric] for values in found] for metric in MEASURED.get(task, ("accuracy",))}
+
+
+def common_notes(e: LatentSettings) -> list[str]:
+    """How the numbers of every table of AGCLR were made."""
+    notes = [
+        f"One seed ({e.seed}). No split chose anything: the weights after the last step are evaluated, on the "
+        f"{e.split} split, whose problems are the same for every arm and seed.",
+        "Every arm of a task trains for the same number of steps, in the same order of problems.",
+    ]
+    if e.base is None and "prosqa" in e.tasks:
+        notes.append(
+            "The paper's values are GPT-2's on the full data sets; `prosqa` here has up to "
+            f"{e.prosqa_data.nodes} nodes and a small model from scratch."
+        )
+    if "masked" in e.tasks:
+        masked = e.training("masked")
+        hidden = "the latest latent" if masked.sees == "last" else "the first latent"
+        seen = "nothing" if masked.hides is None else f"the question without its last {masked.hides} words, the query"
+        notes.append(
+            f"`masked`: of what stands before {hidden}, later passes and the answer see {seen}; the answer needs "
+            "f^k(x) and f(x)."
+        )
+    return notes
 
 
 def _file_of(folder: str | None, task: str, split: str) -> Path | None:

@@ -1,0 +1,66 @@
+"""LS-AR's tables, a file each, and the settings that those which train its models have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sidestream.experiments.settings import Tested
+from sidestream.lm.backbones import Backbone
+from sidestream.training.loop import LoopConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steered(Tested):
+    """Settings of a table that trains LS-AR's three stages, and a baseline beside them."""
+
+    encoder: Backbone
+    """E_base and, with the same shape, D_base."""
+    baseline: Backbone
+    """The unconditioned decoder, at `paper` scale matched in parameters."""
+    goal_width: int
+    """G, width of the goal vector."""
+    stage1: LoopConfig
+    """The language model that becomes E_base and the decoder's start. The baseline takes the same steps."""
+    stage2: LoopConfig
+    """E_pred."""
+    stage3: LoopConfig
+    """Decoder and FiLM (and tracker). The baseline goes on for the same steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(goal_width=1)
+
+
+def training_flops(e: Steered, tokens: int, *, faithful: tuple[str, ...] = ()) -> float:
+    """A rough guess: 6 FLOP a weight and token.
+
+    Args:
+        tokens: of a row.
+        faithful: arms that score every position in stage 3, for which GPT-2's vocabulary counts.
+    """
+
+    def flops(model: Backbone, loop: LoopConfig, *, head: bool) -> float:
+        parameters = 12 * model.width**2 * model.layers + 50257 * model.width * head
+        return 6.0 * parameters * loop.steps * loop.batch_size * tokens
+
+    conditioned = [arm for arm in e.arms if not arm.startswith(("baseline", "random_film", "alpha_zero"))]
+    total = sum(flops(e.encoder, e.stage3, head=arm in faithful) for arm in conditioned)
+    total += flops(e.encoder, e.stage1, head=True) if conditioned else 0.0
+    bare = sum(arm.startswith("baseline") for arm in e.arms)
+    return total + bare * (flops(e.baseline, e.stage1, head=True) + flops(e.baseline, e.stage3, head=False))
+
+
+def table1(scale: Any) -> Any:
+    """Table 1's settings, which live in `recall.py`."""
+    from sidestream.papers.lsar import recall
+
+    return recall.table1(scale)
+
+
+def run_table1(settings: Any, directory: Any, *, jobs: int | None = None, **options: Any) -> dict[str, Any]:
+    """`experiments.run.run`, by an older name."""
+    from sidestream.experiments.engine import LocalEngine
+    from sidestream.experiments.run import run
+
+    return run(settings, directory, engine=LocalEngine(jobs), **options)
