@@ -41,7 +41,8 @@ trl: setup  ## TRL's SFTTrainer on an attached model
 oldest: setup $(VENV)/oldest-$(OLDEST)/.ready  ## the contract on the oldest supported transformers
 	PYTHONPATH=$(abspath $(VENV))/oldest-$(OLDEST) $(BIN)/python -c "import transformers as t; assert t.__version__ == '$(OLDEST)', t"
 	PYTHONPATH=$(abspath $(VENV))/oldest-$(OLDEST) $(BIN)/python -m pytest -q tests/test_contract.py tests/test_gradients.py \
-		tests/test_saving.py tests/test_tracker.py
+		tests/test_saving.py tests/test_tracker.py tests/test_pinned.py tests/test_pinned_families.py tests/test_one_cache.py \
+		tests/test_bases.py tests/test_trainer.py
 
 $(VENV)/oldest-$(OLDEST)/.ready: $(VENV)/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) "transformers==$(OLDEST)"
