@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -333,6 +334,8 @@ def finetune(
         if limit is not None and len(ids) > limit:
             raise ValueError(f"{record.where}: field 'goal' has {len(ids)} tokens, the model was made for {limit}")
     begin()
+    if processes > 1:  # nobody writes before the first process has opened the folder
+        PartialState(cpu=not torch.cuda.is_available()).wait_for_everyone()
     pooled = pooled_goals(model, goal_ids)
     if len(records) > 1:
         model.channel.encoder.calibrate(pooled.to(model.device))
