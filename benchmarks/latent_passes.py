@@ -29,9 +29,9 @@ from sidestream import attach
 from sidestream.channels import StreamConfig
 from sidestream.experiments.provenance import provenance, write_whole
 from sidestream.experiments.results import cell, check_results
-from sidestream.lm.cache import CACHE_NAME
-from sidestream.lm.layout import Layout, Row, collate
-from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss
+from sidestream.lm.decoding.cache import CACHE_NAME
+from sidestream.lm.decoding.layout import Layout, Row, collate
+from sidestream.lm.decoding.passes import PassConfig, latent_generate, latent_passes, next_token_loss
 from sidestream.papers.lsar import speed
 
 

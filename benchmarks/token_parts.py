@@ -41,8 +41,8 @@ def main() -> None:
     from sidestream.experiments.provenance import provenance, write_whole
     from sidestream.experiments.results import cell as cell_of
     from sidestream.experiments.run import results_of
-    from sidestream.lm.cache import Window
-    from sidestream.lm.decode import LeanDecoder
+    from sidestream.lm.decoding.cache import Window
+    from sidestream.lm.decoding.decode import LeanDecoder
     from sidestream.papers.lsar import speed
 
     torch.set_num_threads(args.threads)

@@ -28,8 +28,8 @@ from sidestream.evaluation.goals import goal_cells, goal_outcomes, goal_ranks, o
 from sidestream.evaluation.stats import wilson
 from sidestream.experiments.provenance import provenance
 from sidestream.experiments.results import check_results
-from sidestream.lm.base import chat_template, offsets, pooled_goals
-from sidestream.lm.cache import CACHE_NAME
+from sidestream.lm.decoding.cache import CACHE_NAME
+from sidestream.lm.models.base import chat_template, offsets, pooled_goals
 from sidestream.tasks import goals_agents
 from sidestream.tasks.base import data_hash, write_jsonl
 from sidestream.tasks.goals import GoalRecord, read_goals, tokens

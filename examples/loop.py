@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import sidestream
 from sidestream.channels import mean_pool
-from sidestream.lm.text import Vocabulary
+from sidestream.lm.texts.text import Vocabulary
 from sidestream.tasks import treasure
 
 WINDOW = 24  # W: what the text channel sees

@@ -8,9 +8,9 @@ import torch
 import sidestream
 from families import MODES, close, differ, logits, open_gate, our_hooks, settings, tiny, tokens
 from sidestream import GoalConfig, Window, attach
-from sidestream.lm.adapters import adapter_names, base_weights
-from sidestream.lm.decode import LeanDecoder
-from sidestream.lm.saving import fingerprint
+from sidestream.lm.decoding.decode import LeanDecoder
+from sidestream.lm.models.adapters import adapter_names, base_weights
+from sidestream.lm.models.fingerprint import fingerprint
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

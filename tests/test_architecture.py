@@ -4,6 +4,7 @@ import ast
 import sys
 from pathlib import Path
 
+import networkx
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "sidestream"
@@ -48,7 +49,7 @@ def read(root: Path) -> dict[str, set[str]]:
 
 
 def ours(name: str, modules: dict[str, set[str]]) -> str | None:
-    """The module of ours that an imported name leads to: `sidestream.lm.cache.Window` to `lm.cache`."""
+    """The module of ours that an imported name leads to: `sidestream.lm.attach.attach` to `lm.attach`."""
     if name.split(".")[0] != "sidestream":
         return None
     name = name.removeprefix("sidestream").strip(".")
@@ -92,6 +93,15 @@ def violations(modules: dict[str, set[str]]) -> list[str]:
     return found
 
 
+def circles(modules: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that import each other in a ring, imports inside functions included."""
+    graph = networkx.DiGraph()
+    for module, names in modules.items():
+        targets = {ours(name, modules) for name in names}
+        graph.add_edges_from((module, target) for target in targets if target in modules and target != module)
+    return [group for group in networkx.strongly_connected_components(graph) if len(group) > 1]
+
+
 def family(module: str) -> str:
     """The task a file belongs to: `tasks.blocksworld_data` to blocksworld, and so the reader of its problem files."""
     return module.removeprefix("tasks.").split("_")[0].replace("pddl", "blocksworld")
@@ -101,6 +111,15 @@ def test_imports_run_one_way():
     modules = read(SOURCE)
     assert {"channels.goal", "lm.attach", "tasks.base"} <= set(modules)
     assert violations(modules) == []
+
+
+def test_no_circles():
+    modules = {
+        name: names for name, names in read(SOURCE).items() if name.split(".")[0] not in ("experiments", "papers")
+    }
+    assert circles(modules) == []
+    planted = {"lm.attach": {"sidestream.lm.saving"}, "lm.saving": {"sidestream.lm.attach.attach"}}
+    assert circles(planted) == [{"lm.attach", "lm.saving"}]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from sidestream.evaluation.attacks_vector import (
     swap,
     swap_order,
 )
-from sidestream.lm.backbones import Backbone
-from sidestream.lm.decode import greedy
+from sidestream.lm.decoding.decode import greedy
+from sidestream.lm.models.backbones import Backbone
 from sidestream.tasks import treasure
 
 # ---------------------------------------------------------------- the objective

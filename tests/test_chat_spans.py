@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chats import EOS, FAMILIES, MARKS, TOOLS
-from sidestream.lm.base import chat_template, offsets
+from sidestream.lm.models.base import chat_template, offsets
 from sidestream.tasks.goals import GoalRecord, scored_text, tokens
 
 # Words of headers, marks' own letters, text in other messages, nothing, white space, what looks like a mark.

@@ -9,8 +9,8 @@ import torch
 from families import FAMILIES, MODES, attached, close, differ, logits, open_gate, our_hooks, settings, tiny, tokens
 from sidestream import LatentCache, LatentState, Window, attach
 from sidestream.channels import modulate
-from sidestream.lm.cache import CACHE_NAME
-from sidestream.lm.terms import InForce
+from sidestream.lm.decoding.cache import CACHE_NAME
+from sidestream.lm.models.terms import InForce
 
 IDS, GOALS = tokens(3, 9), tokens(3, 5, seed=1)
 

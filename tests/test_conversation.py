@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sidestream import Window, attach
-from sidestream.lm.conversation import Chat, system_text
+from sidestream.lm.texts.conversation import Chat, system_text
 from tiny_model import llama, tokenizer
 
 TOKENIZER = tokenizer()

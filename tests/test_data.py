@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sidestream.lm.base import chat_template, offsets
+from sidestream.lm.models.base import chat_template, offsets
 from sidestream.tasks.goals import GoalRecord, goals_hash, read_goals, scored_text, tokens
 from sidestream.tasks.needle import FACTS, VALUES, needles
 from tiny_model import TEMPLATE, tokenizer

@@ -9,7 +9,7 @@ from families import attached, close, logits, tokens, unchecked_types
 from sidestream.channels import LatentState
 from sidestream.channels.ball import ball_step, into_ball, on_sphere, worst_vectors
 from sidestream.channels.codes import GoalCodes
-from sidestream.lm.arbitration import Arbiter, disagreement
+from sidestream.lm.goals.arbitration import Arbiter, disagreement
 
 
 def normal(*shape, seed=0):

@@ -9,7 +9,7 @@ import transformers
 from families import differ, open_gate, settings, tiny
 from sidestream import attach
 from sidestream.channels import StreamConfig
-from sidestream.lm.blocks import check_family
+from sidestream.lm.models.blocks import check_family
 
 WIDTH = 16
 SHARED = dict(

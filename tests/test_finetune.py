@@ -13,8 +13,8 @@ import sidestream
 from sidestream import cli
 from sidestream.evaluation.goals import _other_goals, goal_cells, goal_outcomes, goal_ranks
 from sidestream.experiments.results import load_results
-from sidestream.lm.base import load_base, load_tokenizer, offsets, pooled_goals
-from sidestream.lm.card import push_to_hub, shown_name, write_card
+from sidestream.lm.models.base import load_base, load_tokenizer, offsets, pooled_goals
+from sidestream.lm.saving.card import push_to_hub, shown_name, write_card
 from sidestream.tasks import goals_agents
 from sidestream.tasks.goals import GoalRecord, Tokens, read_goals, tokens
 from sidestream.training import loop
@@ -360,7 +360,7 @@ def test_what_is_pushed_names_no_folder_of_this_machine(base, words, tmp_path, m
         def upload_file(self, *, path_in_repo, path_or_fileobj, **_):
             sent[path_in_repo] = path_or_fileobj.decode()
 
-    monkeypatch.setattr("sidestream.lm.card.HfApi", Hub)
+    monkeypatch.setattr("sidestream.lm.saving.card.HfApi", Hub)
     assert push_to_hub(tmp_path / "run", "owner/name") == "hub/owner/name" and sent["options"]["private"]
     assert str(base) in (tmp_path / "run" / "sidestream.json").read_text()
     assert (

@@ -10,8 +10,8 @@ import torch
 import sidestream
 from sidestream import cli
 from sidestream.evaluation.goals import goal_outcomes
-from sidestream.lm.base import load_base, load_tokenizer, offsets, pooled_goals
-from sidestream.lm.cache import Window
+from sidestream.lm.decoding.cache import Window
+from sidestream.lm.models.base import load_base, load_tokenizer, offsets, pooled_goals
 from sidestream.tasks.goals import GoalRecord, read_goals, tokens
 from sidestream.training.finetune import (
     FinetuneConfig,

@@ -10,7 +10,7 @@ import pytest
 import sidestream
 from sidestream import cli
 from sidestream.commands.train import _unheard_ends
-from sidestream.lm.base import chat_template, load_base, load_tokenizer, offsets
+from sidestream.lm.models.base import chat_template, load_base, load_tokenizer, offsets
 from sidestream.tasks.goals import read_goals, scored_text, tokens
 from tiny_model import save, tokenizer
 

@@ -20,8 +20,8 @@ from transformers import (
 import sidestream
 from families import FAMILIES, VOCABULARY, tiny
 from sidestream import cli
-from sidestream.lm.base import load_tokenizer
-from sidestream.lm.cache import CACHE_NAME, Window
+from sidestream.lm.decoding.cache import CACHE_NAME, Window
+from sidestream.lm.models.base import load_tokenizer
 from sidestream.tasks.goals import Tokens
 from sidestream.training.finetune import FinetuneConfig, GoalLM, GoalRows, attach_channel, collate_goals, pooled_goals
 from tiny_model import llama, save, tokenizer

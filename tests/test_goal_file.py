@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sidestream import attach
-from sidestream.lm.goalfile import load_goal, save_goal
-from sidestream.lm.signing import HmacKey
+from sidestream.lm.goals.goalfile import load_goal, save_goal
+from sidestream.lm.goals.signing import HmacKey
 from tiny_model import llama, tokenizer
 
 TOKENIZER = tokenizer()
@@ -95,7 +95,7 @@ def test_a_signature_covers_the_entries_and_what_they_belong_to(pinned, tmp_path
         load_goal(attached, path, key=HmacKey(b"o" * 32))
 
     def forge(tensors, metadata):  # entries and their digest changed together
-        from sidestream.lm.goalfile import _digest
+        from sidestream.lm.goals.goalfile import _digest
 
         tensors["keys"].mul_(2)
         about = json.loads(metadata["goal"])

@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from sidestream import attach
 from sidestream.channels import StreamConfig
-from sidestream.lm.layout import UNSCORED, Layout, Row, collate, stage_counts
-from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss
-from sidestream.lm.text import Vocabulary
+from sidestream.lm.decoding.layout import UNSCORED, Layout, Row, collate, stage_counts
+from sidestream.lm.decoding.passes import PassConfig, latent_generate, latent_passes, next_token_loss
+from sidestream.lm.texts.text import Vocabulary
 
 DATA = Path(__file__).parent / "data"
 

@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from sidestream import cli
-from sidestream.lm.base import load_base, load_tokenizer
-from sidestream.lm.card import push_to_hub
+from sidestream.lm.models.base import load_base, load_tokenizer
+from sidestream.lm.saving.card import push_to_hub
 from sidestream.training.finetune import FinetuneConfig, attach_channel
 from tiny_model import save, write_goals
 
@@ -38,7 +38,7 @@ def sent(monkeypatch):
         def upload_file(self, *, repo_id, path_in_repo, path_or_fileobj):
             files[path_in_repo] = path_or_fileobj
 
-    monkeypatch.setattr("sidestream.lm.card.HfApi", Hub)
+    monkeypatch.setattr("sidestream.lm.saving.card.HfApi", Hub)
     return files
 
 

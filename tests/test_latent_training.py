@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from sidestream.evaluation.latent import batches, generate_answers
 from sidestream.lm.attach import attach
-from sidestream.lm.backbones import Backbone
-from sidestream.lm.layout import UNSCORED, Layout
-from sidestream.lm.passes import PassConfig, latent_passes
+from sidestream.lm.decoding.layout import UNSCORED, Layout
+from sidestream.lm.decoding.passes import PassConfig, latent_passes
+from sidestream.lm.models.backbones import Backbone
 from sidestream.papers.agclr.settings import ARMS
 from sidestream.papers.agclr.work import TextForm
 from sidestream.tasks.hops import HopsConfig, problems, words

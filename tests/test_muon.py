@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sidestream.lm.backbones import Backbone
+from sidestream.lm.models.backbones import Backbone
 from sidestream.training.muon import Muon, muon_groups, orthogonalized
 
 

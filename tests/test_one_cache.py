@@ -13,7 +13,7 @@ from transformers import GenerationConfig, pipeline
 
 from families import GoalConfig, attached, close, differ, logits, open_gate, our_hooks, settings, tiny, tokens
 from sidestream import LatentState, Window, attach, load
-from sidestream.lm.cache import CACHE_NAME
+from sidestream.lm.decoding.cache import CACHE_NAME
 from tiny_model import llama, tokenizer
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}

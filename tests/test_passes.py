@@ -10,9 +10,9 @@ import sidestream
 from families import FAMILIES, close, differ, logits, open_gate, our_hooks, settings, tiny, tokens
 from sidestream import AttachedLM, LatentState, attach
 from sidestream.channels import StreamConfig
-from sidestream.lm.cache import LatentCache
-from sidestream.lm.layout import UNSCORED, Layout, Row, collate, pad_left
-from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss, replacement
+from sidestream.lm.decoding.cache import LatentCache
+from sidestream.lm.decoding.layout import UNSCORED, Layout, Row, collate, pad_left
+from sidestream.lm.decoding.passes import PassConfig, latent_generate, latent_passes, next_token_loss, replacement
 
 START, LATENT, END, STOP = 93, 94, 95, 96  # of the tiny models
 LAYOUT, CONFIG = Layout(start_id=START, latent_id=LATENT, end_id=END), PassConfig(latent_id=LATENT)

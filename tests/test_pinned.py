@@ -5,8 +5,8 @@ import torch
 
 from families import FAMILIES, ROTARY, close, differ, logits, open_gate, settings, tiny, tokens
 from sidestream import Window, attach
-from sidestream.lm.cache import CACHE_NAME
-from sidestream.lm.decode import LeanDecoder
+from sidestream.lm.decoding.cache import CACHE_NAME
+from sidestream.lm.decoding.decode import LeanDecoder
 
 W, T = 7, 20
 GOALS = [tokens(5, seed=3).tolist(), tokens(3, seed=4).tolist()]

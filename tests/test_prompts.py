@@ -11,8 +11,8 @@ from families import close, open_gate
 from sidestream import GoalConfig, attach, cli
 from sidestream.evaluation.goals import _row
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.base import offsets
-from sidestream.lm.prompts import chat_ids, opening, prompt_ids
+from sidestream.lm.models.base import offsets
+from sidestream.lm.texts.prompts import chat_ids, opening, prompt_ids
 from sidestream.tasks.goals import GoalRecord, Tokens
 from sidestream.tasks.goals import tokens as record_tokens
 from tiny_model import llama, tokenizer, write_goals

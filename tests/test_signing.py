@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 
 from families import attached, close, logits, tokens
 from sidestream.channels import LatentState
-from sidestream.lm.saving import fingerprint
-from sidestream.lm.signing import Ed25519Key, GoalRejected, HmacKey, load_key, seal, seal_goal, unseal, unseal_goal
+from sidestream.lm.goals.signing import (
+    Ed25519Key,
+    GoalRejected,
+    HmacKey,
+    load_key,
+    seal,
+    seal_goal,
+    unseal,
+    unseal_goal,
+)
+from sidestream.lm.models.fingerprint import fingerprint
 
 SECRET = bytes(range(32))
 MODEL, TEXT = "ab" * 32, "The passcode 4821 guards the golden key."

@@ -10,9 +10,9 @@ import torch
 from sidestream import attach
 from sidestream.channels import StreamConfig
 from sidestream.evaluation.latent import generate_answers, trace_passes
-from sidestream.lm.base import load_base, load_tokenizer
-from sidestream.lm.layout import Layout
-from sidestream.lm.passes import PassConfig
+from sidestream.lm.decoding.layout import Layout
+from sidestream.lm.decoding.passes import PassConfig
+from sidestream.lm.models.base import load_base, load_tokenizer
 from sidestream.tasks import gsm8k
 from sidestream.training.curriculum import Curriculum, Problem, prompt
 from sidestream.training.latent import LatentLM, train_curriculum

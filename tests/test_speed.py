@@ -10,9 +10,9 @@ from sidestream import Window, attach
 from sidestream.experiments.results import cell
 from sidestream.experiments.run import run
 from sidestream.experiments.settings import from_json, to_json
-from sidestream.lm.blocks import decoder_blocks
-from sidestream.lm.decode import LeanDecoder, greedy
-from sidestream.lm.lean import Linear, packed
+from sidestream.lm.decoding.decode import LeanDecoder, greedy
+from sidestream.lm.decoding.lean import Linear, packed
+from sidestream.lm.models.blocks import decoder_blocks
 from sidestream.papers.lsar.speed import TABLES, Speed, interleaved, over, table2, table4, timed
 
 IDS, GOALS = tokens(3, 12), tokens(3, 5, seed=1)

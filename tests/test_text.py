@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream.lm import text as text_module
-from sidestream.lm.text import Vocabulary, WordVocabulary, gpt2_tokenizer, vocabulary_from_json
+from sidestream.lm.texts import text as text_module
+from sidestream.lm.texts.text import Vocabulary, WordVocabulary, gpt2_tokenizer, vocabulary_from_json
 
 GOLDEN = Path(__file__).parent / "data" / "gpt2_bpe" / "golden.jsonl.gz"
 WHOLE = Vocabulary()

@@ -18,7 +18,7 @@ from sidestream import AttachedLM, GoalConfig, attach
 from sidestream.evaluation.tracking import movement_pairs, trigger_cost, vector_movement
 from sidestream.experiments.report.page import write_report
 from sidestream.experiments.table import load
-from sidestream.lm.text import WordVocabulary
+from sidestream.lm.texts.text import WordVocabulary
 from sidestream.papers.planning_pictures import FRAME, HEIGHT, RAIL, REST, plan_lines, rollout_svg, standalone
 from sidestream.papers.planning_report import plan_outcomes
 from sidestream.tasks.blocksworld import HELD, TABLE, optimal_length, ranked_actions, trace

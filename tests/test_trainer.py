@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 import sidestream
 from families import open_gate, tiny
 from sidestream import GoalConfig, attach
-from sidestream.lm.saving import CHECKPOINT_FILE, CONFIG_FILE, MODEL_FOLDER, WEIGHTS_FILE
+from sidestream.lm.saving.channel import CHECKPOINT_FILE, CONFIG_FILE, MODEL_FOLDER, WEIGHTS_FILE
 from sidestream.training.batches import GoalCollator
 from sidestream.training.finetune import GoalLM
 

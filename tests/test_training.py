@@ -17,8 +17,8 @@ from torch import Tensor
 from families import VOCABULARY, attached, tiny, tokens
 from sidestream import AttachedLM, GoalConfig, LatentState, attach
 from sidestream.channels import GoalEncoder
-from sidestream.lm.backbones import Backbone
-from sidestream.lm.decode import greedy
+from sidestream.lm.decoding.decode import greedy
+from sidestream.lm.models.backbones import Backbone
 from sidestream.tasks.base import Example
 from sidestream.training.batches import RowConfig, Rows, collate, make_row, plan
 from sidestream.training.loop import LoopConfig

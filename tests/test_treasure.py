@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream.lm.text import Vocabulary
+from sidestream.lm.texts.text import Vocabulary
 from sidestream.tasks.treasure import (
     CODES,
     ITEMS,

@@ -8,9 +8,9 @@ import torch
 
 from families import FAMILIES, MODES, ROTARY, attached, open_gate, settings, tiny, tokens
 from sidestream import Window, attach
-from sidestream.lm.cache import CACHE_NAME, LatentCache
-from sidestream.lm.masks import attention_for
-from sidestream.lm.terms import InForce
+from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache
+from sidestream.lm.decoding.masks import attention_for
+from sidestream.lm.models.terms import InForce
 
 W = 7
 IDS, GOALS = tokens(3, 24), tokens(3, 5, seed=1)

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sidestream.channels import GoalChannel, GoalConfig, LatentState
-    from sidestream.lm.attach import AttachedLM, attach
-    from sidestream.lm.cache import LatentCache, Window
-    from sidestream.lm.saving import load
+    from sidestream.lm.attach import AttachedLM, attach, load
+    from sidestream.lm.decoding.cache import LatentCache, Window
 
 __all__ = ["AttachedLM", "GoalChannel", "GoalConfig", "LatentCache", "LatentState", "Window", "attach", "load"]
 __version__ = "0.1.0"
@@ -16,11 +15,11 @@ _HOMES = {
     "AttachedLM": "sidestream.lm.attach",
     "GoalChannel": "sidestream.channels",
     "GoalConfig": "sidestream.channels",
-    "LatentCache": "sidestream.lm.cache",
+    "LatentCache": "sidestream.lm.decoding.cache",
     "LatentState": "sidestream.channels",
-    "Window": "sidestream.lm.cache",
+    "Window": "sidestream.lm.decoding.cache",
     "attach": "sidestream.lm.attach",
-    "load": "sidestream.lm.saving",
+    "load": "sidestream.lm.attach",
 }
 
 

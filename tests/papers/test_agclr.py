@@ -20,8 +20,8 @@ from sidestream.experiments.run import run
 from sidestream.experiments.settings import from_json, to_json
 from sidestream.experiments.table import load
 from sidestream.lm.attach import attach
-from sidestream.lm.backbones import Backbone
-from sidestream.lm.passes import PassConfig, latent_passes
+from sidestream.lm.decoding.passes import PassConfig, latent_passes
+from sidestream.lm.models.backbones import Backbone
 from sidestream.papers.agclr.controls import controls
 from sidestream.papers.agclr.methods import ABLATIONS, METHODS, MethodsWork, ablations, prosqa, table1
 from sidestream.papers.agclr.retention import retention

@@ -288,7 +288,7 @@ def test_a_run_of_table5_is_audited_resumed_and_reported(tmp_path):
 def test_a_saved_channel_is_audited_with_its_own_goals(tmp_path):
     import tiny_model
     from sidestream import GoalConfig, attach
-    from sidestream.lm.base import load_base, load_tokenizer
+    from sidestream.lm.models.base import load_base, load_tokenizer
 
     base = tiny_model.save(tmp_path / "base")
     model = attach(load_base(base), goal=GoalConfig(width=16), tokenizer=load_tokenizer(base))

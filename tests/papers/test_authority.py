@@ -9,7 +9,7 @@ import torch
 from sidestream.experiments.report.page import write_report
 from sidestream.experiments.results import load_results
 from sidestream.experiments.settings import from_json, to_json
-from sidestream.lm.text import WordVocabulary
+from sidestream.lm.texts.text import WordVocabulary
 from sidestream.papers import authority
 from sidestream.papers.authority import CONDITIONS, METRICS, Table5, paper_table5, table5
 from sidestream.papers.authority_models import AuthorityPlans, BallLM, HuntModels, MaskedPlans, blank_goal, partners

@@ -12,8 +12,8 @@ import torch
 from sidestream.channels import GoalConfig, LatentState
 from sidestream.evaluation.planning import finish_episodes, run_episodes
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.backbones import Backbone
-from sidestream.lm.text import WordVocabulary
+from sidestream.lm.models.backbones import Backbone
+from sidestream.lm.texts.text import WordVocabulary
 from sidestream.papers.planning import ARMS, paper_table3, table3
 from sidestream.papers.planning_models import finished, solve
 from sidestream.papers.planning_pictures import OWN_DATA

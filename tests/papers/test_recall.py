@@ -8,9 +8,9 @@ import torch
 from sidestream.channels import GoalConfig
 from sidestream.experiments.settings import Scale
 from sidestream.lm.attach import attach
-from sidestream.lm.backbones import Backbone, parameter_count
-from sidestream.lm.decode import greedy
-from sidestream.lm.text import Vocabulary
+from sidestream.lm.decoding.decode import greedy
+from sidestream.lm.models.backbones import Backbone, parameter_count
+from sidestream.lm.texts.text import Vocabulary
 from sidestream.papers.lsar import recall
 from sidestream.tasks import treasure
 

@@ -42,9 +42,9 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
 
     from sidestream.commands.generate import load_run
     from sidestream.evaluation.goals import ARMS, goal_cells, goal_outcomes
-    from sidestream.lm.base import chat_template, offsets
-    from sidestream.lm.card import CARD, EVALUATION, write_card
-    from sidestream.lm.prompts import opening, prompt_ids
+    from sidestream.lm.models.base import chat_template, offsets
+    from sidestream.lm.saving.card import CARD, EVALUATION, write_card
+    from sidestream.lm.texts.prompts import opening, prompt_ids
 
     started = time.monotonic()
     model, settings = load_run(given.model, given.base)

@@ -25,7 +25,7 @@ def load_run(model: str, base: str | None) -> tuple[Any, dict[str, Any]]:
     import torch
 
     import sidestream
-    from sidestream.lm.base import load_base, load_tokenizer
+    from sidestream.lm.models.base import load_base, load_tokenizer
 
     if base is None:
         attached = sidestream.load(model)
@@ -93,10 +93,10 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
 
     import torch
 
-    from sidestream.lm.base import text_streamer
-    from sidestream.lm.cache import Window
-    from sidestream.lm.prompts import chat_ids, prompt_ids
-    from sidestream.lm.reading import positions
+    from sidestream.lm.decoding.cache import Window
+    from sidestream.lm.goals.reading import positions
+    from sidestream.lm.models.base import text_streamer
+    from sidestream.lm.texts.prompts import chat_ids, prompt_ids
 
     window = None if given.window is None else Window(size=given.window, policy=given.policy or "reindex")
     model, _ = load_run(given.model, given.base)

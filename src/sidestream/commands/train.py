@@ -78,9 +78,9 @@ class TrainRun:
 def _train(config: Any, extra: dict[str, Any], command: str) -> int:
     import torch
 
-    from sidestream.lm.base import load_base, load_tokenizer
-    from sidestream.lm.card import write_card
-    from sidestream.lm.saving import MODEL_FOLDER
+    from sidestream.lm.models.base import load_base, load_tokenizer
+    from sidestream.lm.saving.card import write_card
+    from sidestream.lm.saving.channel import MODEL_FOLDER
     from sidestream.training.finetune import TRAINED, finetune
 
     records = read_goals(extra["data"], split=extra["split"], goal_from=extra["goal_from"])
@@ -156,7 +156,7 @@ def _about(records: list[Any], lm: Any, config: Any, world: int) -> str:
 
 def _unheard_ends(records: list[Any], lm: Any, tokenizer: Any) -> str:
     """What to know where answers are trained to end in tokens at which `generate` does not stop; else empty."""
-    from sidestream.lm.base import chat_template, offsets
+    from sidestream.lm.models.base import chat_template, offsets
 
     template, encode, ends = chat_template(tokenizer), offsets(tokenizer, special=False), set()
     for record in [record for record in records if record.messages and record.answer is None][:100]:

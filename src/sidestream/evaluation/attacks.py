@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from sidestream.channels import LatentState
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.decode import pad_right
-from sidestream.lm.terms import InForce
+from sidestream.lm.decoding.decode import pad_right
+from sidestream.lm.models.terms import InForce
 
 Texts = Sequence[Sequence[int]]
 """Token ids of each row, up to the place where the model must go on."""

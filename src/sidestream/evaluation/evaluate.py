@@ -7,7 +7,7 @@ from typing import Any
 
 from sidestream.channels import LatentState
 from sidestream.evaluation.stats import wilson
-from sidestream.lm.decode import greedy
+from sidestream.lm.decoding.decode import greedy
 from sidestream.tasks.base import Decode
 from sidestream.tasks.treasure import TreasureProblem, score
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from sidestream.channels import LatentState
 from sidestream.evaluation.stats import paired_bootstrap, wilson
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.base import pooled_goals
-from sidestream.lm.decode import pad_right
-from sidestream.lm.tracked import tracked_terms
+from sidestream.lm.decoding.decode import pad_right
+from sidestream.lm.decoding.tracked import tracked_terms
+from sidestream.lm.models.base import pooled_goals
 from sidestream.tasks.goals import Tokens
 
 Arm = Literal["channel", "closed", "swapped", "in_text", "sinks"]

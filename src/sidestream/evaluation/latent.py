@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sidestream.channels.stream import GATES
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.layout import pad_left
-from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, replacement
+from sidestream.lm.decoding.layout import pad_left
+from sidestream.lm.decoding.passes import PassConfig, latent_generate, latent_passes, replacement
 
 Intervention = Literal["zero", "noise", "mean", "first", "other", "permuted"]
 INTERVENTIONS: tuple[Intervention, ...] = get_args(Intervention)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sidestream.channels import LatentState
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.cache import LatentCache, Window
-from sidestream.lm.text import WordVocabulary
+from sidestream.lm.decoding.cache import LatentCache, Window
+from sidestream.lm.texts.text import WordVocabulary
 from sidestream.tasks.blocksworld import legal_actions
 from sidestream.tasks.blocksworld_data import END, TRIGGER, action_text
 from sidestream.tasks.blocksworld_loop import (

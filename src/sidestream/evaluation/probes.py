@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sidestream.channels import LatentState
-from sidestream.lm.decode import last_states
+from sidestream.lm.decoding.decode import last_states
 from sidestream.tasks.treasure import TreasureProblem
 
 

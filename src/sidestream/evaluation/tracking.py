@@ -20,9 +20,9 @@ from torch import Tensor
 from sidestream.channels import GoalTracker, LatentState, mean_pool
 from sidestream.evaluation.stats import paired_bootstrap
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.blocks import learned_positions, text_config
-from sidestream.lm.cache import LatentCache, Window
-from sidestream.lm.text import WordVocabulary
+from sidestream.lm.decoding.cache import LatentCache, Window
+from sidestream.lm.models.blocks import learned_positions, text_config
+from sidestream.lm.texts.text import WordVocabulary
 from sidestream.tasks.base import Split
 from sidestream.tasks.blocksworld import apply, optimal_plan, ranked_actions, trace
 from sidestream.tasks.blocksworld_data import TRIGGER, BlocksworldConfig, PlanExample, problems

@@ -3,35 +3,37 @@
 One forward pass: `AttachedLM.forward` turns the goal into a state. Without a cache it computes the FiLM terms and calls
 the wrapped model. With a `LatentCache`, which is also how `generate` calls, the hook `_before_forward` computes them
 from the state on the cache. Either way `film_hook` applies them at each block's MLP input. A concept stream acts in
-latent passes only: see `sidestream.lm.passes`.
+latent passes only: see `sidestream.lm.decoding.passes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import ConceptStream, GoalChannel, GoalConfig, LatentState, StreamConfig
-from sidestream.lm.adapters import innermost, mixed_rows
-from sidestream.lm.as_model import AsModel
-from sidestream.lm.blocks import bare, check_family, device_of, film_sites, sized_goal, takes, text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache, cache_in, feed_for, take_cache
-from sidestream.lm.encoding import encode
-from sidestream.lm.generating import arranged, check_tokenizer, generate
-from sidestream.lm.masks import positions_of
-from sidestream.lm.pinning import in_front
-from sidestream.lm.pins import Pins
-from sidestream.lm.reading import Goal, read
-from sidestream.lm.terms import FilmHooks, Hook, InForce, check_checkpointing, film_hook, lift, put_in_force
-from sidestream.lm.trainer import TrainerModel, check_trains
-from sidestream.lm.window import Window, checked_window
+from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache, take_cache
+from sidestream.lm.decoding.generating import arranged, check_tokenizer, generate
+from sidestream.lm.decoding.window import Window, checked_window
+from sidestream.lm.goals.encoding import encode
+from sidestream.lm.goals.pinning import in_front
+from sidestream.lm.goals.pins import Pins
+from sidestream.lm.goals.reading import Goal, read
+from sidestream.lm.models.adapters import innermost, mixed_rows
+from sidestream.lm.models.as_model import AsModel
+from sidestream.lm.models.blocks import bare, check_family, device_of, film_sites, sized_goal, text_config
+from sidestream.lm.models.hooked import Hooked, after_forward
+from sidestream.lm.models.terms import FilmHooks, Hook, InForce, check_checkpointing, film_hook
+from sidestream.lm.models.trainer import TrainerModel, check_trains
+from sidestream.lm.saving.channel import fill, read_saved
 
 
-class AttachedLM(AsModel, Pins, TrainerModel):
+class AttachedLM(AsModel, Hooked, Pins, TrainerModel):
     """A causal LM with a goal channel, a concept stream, or both. Made by `sidestream.attach`.
 
     `model(...)` and `model.generate(...)` take what the wrapped model takes, and `goal=`. Without a goal the wrapped
@@ -74,7 +76,7 @@ class AttachedLM(AsModel, Pins, TrainerModel):
         self._hooks: list[Any] = [self._film]
         for module, function in ((lm.base_model, AttachedLM._seat), (lm, AttachedLM._before_forward)):
             self._hooks.append(module.register_forward_pre_hook(Hook(self, function, self), with_kwargs=True))
-        self._hooks.append(lm.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
+        self._hooks.append(lm.register_forward_hook(after_forward, with_kwargs=True, always_call=True))
 
     @property
     def device(self) -> torch.device:
@@ -299,84 +301,6 @@ class AttachedLM(AsModel, Pins, TrainerModel):
             raise ValueError(f"{state.batch_size} goals for {rows} rows of text; give one goal per row, or one for all")
         return state if state.batch_size == rows else state.repeat_interleave(rows)
 
-    def _placed(self, ids: Tensor | None, mask: Tensor | None, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """The mask, and the positions that follow from it where the caller gave none."""
-        if mask is None or mask.dim() != 2 or ids is None:
-            return {"attention_mask": mask}
-        length = ids.shape[1]
-        if isinstance(cache, LatentCache) and cache.window is None and mask.shape[1] != cache.get_seq_length() + length:
-            raise ValueError(
-                f"attention_mask has {mask.shape[1]} columns; with a cache it must cover the {cache.get_seq_length()} "
-                f"tokens in it and the {length} new ones"
-            )
-        if "position_ids" in given or not takes(self.lm, "position_ids"):
-            return {"attention_mask": mask}
-        return {"attention_mask": mask, "position_ids": positions_of(mask)[:, -length:]}
-
-    def _advance(
-        self, state: LatentState, input_ids: Tensor | None, mask: Tensor | None, cache: LatentCache | None = None
-    ) -> tuple[Tensor, LatentState]:
-        """FiLM terms for these tokens and the state after them; feeds the encoder's own cache when there is one."""
-        if self.channel.tracker is None:
-            return self.channel.advance(state)
-        if input_ids is None:
-            raise ValueError("a dynamic goal channel finds its triggers by token id: pass input_ids, not inputs_embeds")
-        if mask is not None and mask.dim() != 2:
-            raise ValueError(f"a dynamic goal channel needs a (B, T) attention_mask; got {tuple(mask.shape)}")
-        if cache is not None and cache.encoder is None:
-            size = None if cache.window is None else cache.window.encoder_size
-            window = None if size is None else Window(size=size, policy="rolling")
-            cache.encoder = LatentCache(text_config(self._reader), window=window)
-        own = None if cache is None else cache.encoder
-        hidden = self.goal_hidden(input_ids, mask, own, layer=self.channel.config.tracker_layer)
-        return self.channel.advance(state, hidden, self.fires(input_ids, mask))
-
-    # ---------------------------------------------------------------- hooks on the wrapped model
-
-    def _seat(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._film.seat()
-
-    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        cache = cache_in(kwargs)
-        if not isinstance(cache, LatentCache):
-            return None
-        ids: Any = kwargs.get("input_ids", args[0] if args else None)
-        mask = kwargs.get("attention_mask")
-        if (cache.window is not None or cache.pins) and (ids is None or (mask is not None and mask.dim() != 2)):
-            raise ValueError(
-                "a window or a pinned goal counts tokens: pass input_ids (no inputs_embeds) and a (B, T) attention_mask"
-            )
-        if cache.window is not None:
-            if kwargs.get("labels") is not None:
-                raise ValueError("labels with a windowed cache: crop the text to the window and train on that instead")
-            if cache.window.policy == "rolling":
-                options = {CACHE_NAME: cache, "use_cache": True, **self._last_logits(1)}
-                *heads, last = cache.pieces(ids)
-                for size in heads:
-                    rest = ids.shape[1] - size
-                    self.lm(
-                        input_ids=ids[:, :size], attention_mask=None if mask is None else mask[:, :-rest], **options
-                    )
-                    ids = ids[:, size:]
-        terms = None
-        cache.remember(ids)
-        if cache.latent is not None:
-            cache.expand_latent(ids.shape[0] if ids is not None else kwargs["inputs_embeds"].shape[0])
-            if cache.latent.goal is not None:
-                terms, cache.latent = self._advance(cache.latent, ids, mask, cache)
-        if cache.window is None and not cache.pins:
-            cache.running = put_in_force(terms)
-            return None
-        assert ids is not None
-        by_token = self.channel is not None and self.channel.tracker is not None
-        feed, fed_terms = feed_for(self.lm, cache, ids, mask, terms if by_token else None)
-        cache.running = put_in_force(fed_terms if by_token else terms)
-        shown = {} if cache.window is None else self._last_logits(min(ids.shape[1], cache.window.size))
-        return (), {**shown, **kwargs, **feed}
-
-    def _last_logits(self, count: int) -> dict[str, int]:
-        return {"logits_to_keep": count} if takes(self.lm, "logits_to_keep") else {}
-
     # ---------------------------------------------------------------- training
 
     def train(self, mode: bool = True) -> AttachedLM:
@@ -386,7 +310,12 @@ class AttachedLM(AsModel, Pins, TrainerModel):
             self.encoder.eval()
         return self
 
-    # ---------------------------------------------------------------- off
+    # ---------------------------------------------------------------- off, load
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """`sidestream.load`, by the name that others call it."""
+        return load(directory, *args, **kwargs)
 
     def detach(self) -> Any:
         """Remove every hook and give back what was attached to, its logits bit-equal to before."""
@@ -473,9 +402,41 @@ def _goal_channel(
     return GoalChannel(sized_goal(goal, lm, encoder if encoder is not None else lm, len(sites)))
 
 
-def _after_forward(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-    cache = cache_in(kwargs)
-    if isinstance(cache, LatentCache) and cache.running is not None:
-        lift(cache.running)
-        cache.running = None
-        cache.lift_goal()
+def load(
+    directory: str | Path,
+    lm: PreTrainedModel | None = None,
+    *,
+    encoder: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    any_base: bool = False,
+) -> AttachedLM:
+    """Attach a saved channel, stream or both.
+
+    The base is known by its weights, in any precision; embeddings with more or fewer tokens make it no other one.
+
+    Args:
+        directory: what `save_pretrained` or `sidestream train` wrote, or the hub id of a repository that holds it.
+        lm: the base model it was trained on, or a `PeftModel` of it; None loads the model named in the file, whatever
+            its class.
+        encoder: E_base, where the channel was trained with one of its own.
+        tokenizer: lets goals be given as text; None takes the base model's, where that is loaded here and has one.
+        any_base: load onto another base too, with a warning: for whoever knows that it is as good.
+
+    Raises:
+        ValueError: files missing or damaged, or a base model or encoder other than the one trained on.
+    """
+    saved = read_saved(directory, lm, encoder=encoder, tokenizer=tokenizer, any_base=any_base)
+    try:
+        model = attach(
+            saved.lm,
+            goal=saved.goal,
+            stream=saved.stream,
+            encoder=encoder,
+            tokenizer=saved.tokenizer,
+            sites=saved.sites,
+            pinned=saved.pinned,
+        )
+    except ValueError as error:
+        raise ValueError(f"{saved.directory} cannot be attached: {error}") from error
+    fill(model, saved)
+    return model

@@ -33,9 +33,9 @@ from sidestream.evaluation.attacks_vector import (
     random_directions,
     swap,
 )
-from sidestream.lm.arbitration import Arbiter, disagreement
-from sidestream.lm.saving import fingerprint
-from sidestream.lm.signing import GoalRejected, HmacKey, Key, load_key, seal, unseal
+from sidestream.lm.goals.arbitration import Arbiter, disagreement
+from sidestream.lm.goals.signing import GoalRejected, HmacKey, Key, load_key, seal, unseal
+from sidestream.lm.models.fingerprint import fingerprint
 from sidestream.papers.audit import DEFENCES, Audit
 from sidestream.papers.audit_subjects import Ids, Subject
 

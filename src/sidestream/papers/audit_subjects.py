@@ -206,8 +206,8 @@ def _blocksworld(audit: Audit, experiment: Table5, trained: Trained, path: Path,
 
 
 def _saved(audit: Audit, path: Path) -> Subject:
-    from sidestream.lm.base import chat_template, offsets
-    from sidestream.lm.saving import load
+    from sidestream.lm.attach import load
+    from sidestream.lm.models.base import chat_template, offsets
     from sidestream.tasks.goals import read_goals, tokens
 
     assert audit.data is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from sidestream.lm.backbones import Backbone
+from sidestream.lm.models.backbones import Backbone
 from sidestream.papers.planning import PlanData
 from sidestream.training.loop import LoopConfig
 

@@ -16,7 +16,7 @@ from sidestream.channels import GoalConfig, LatentState
 from sidestream.channels.ball import worst_vectors
 from sidestream.evaluation.attacks_text import OVERRIDES, PLACES, insert
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.text import Vocabulary
+from sidestream.lm.texts.text import Vocabulary
 from sidestream.papers.authority import Table5, Trained
 from sidestream.papers.planning import Table3
 from sidestream.papers.planning_models import PlanModels

@@ -18,8 +18,8 @@ from sidestream.evaluation.planning import run_episodes
 from sidestream.evaluation.stats import wilson
 from sidestream.experiments.results import load_results
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.backbones import parameter_count
-from sidestream.lm.decode import greedy
+from sidestream.lm.decoding.decode import greedy
+from sidestream.lm.models.backbones import parameter_count
 from sidestream.papers.authority import CONDITIONS, METRICS, UTILITY, Table5, Trained, paper_table5
 from sidestream.papers.authority_models import AuthorityPlans, HuntModels, blank_goal
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole

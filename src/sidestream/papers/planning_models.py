@@ -16,7 +16,7 @@ from torch import Tensor
 from sidestream.channels import GoalConfig
 from sidestream.evaluation.planning import finish_episodes
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.text import WordVocabulary
+from sidestream.lm.texts.text import WordVocabulary
 from sidestream.papers.experiment import from_json, write_whole
 from sidestream.papers.planning import ARMS, Table3
 from sidestream.tasks.blocksworld import Action, Problem, satisfies, trace

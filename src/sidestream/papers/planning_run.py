@@ -19,7 +19,7 @@ from sidestream.evaluation.stats import mcnemar_exact, wilson
 from sidestream.evaluation.tracking import movement_pairs, trigger_cost, vector_movement
 from sidestream.experiments.results import load_results
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.backbones import parameter_count
+from sidestream.lm.models.backbones import parameter_count
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
 from sidestream.papers.names import arm_name
 from sidestream.papers.planning import ARMS, DERIVED, Table3, paper_table3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sidestream.lm.decode import pad_right
+from sidestream.lm.decoding.decode import pad_right
 from sidestream.tasks.base import Example
 from sidestream.training.objectives import UNSCORED
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sidestream.lm.layout import UNSCORED, Layout, Row, stage_counts
-from sidestream.lm.layout import collate as collate_rows
+from sidestream.lm.decoding.layout import UNSCORED, Layout, Row, stage_counts
+from sidestream.lm.decoding.layout import collate as collate_rows
 from sidestream.training.batches import plan
 
 Text = Literal["latent", "pause", "cot", "no_cot", "icot"]

@@ -24,14 +24,14 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import GoalConfig, GoalEncoder, LatentState
-from sidestream.lm.adapters import add_lora
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.base import chat_template, offsets, pooled_goals
-from sidestream.lm.blocks import decoder_blocks, film_sites
-from sidestream.lm.decode import pad_right
-from sidestream.lm.prompts import prompt_ids
-from sidestream.lm.reading import positions
-from sidestream.lm.tracked import tracked_terms
+from sidestream.lm.decoding.decode import pad_right
+from sidestream.lm.decoding.tracked import tracked_terms
+from sidestream.lm.goals.reading import positions
+from sidestream.lm.models.adapters import add_lora
+from sidestream.lm.models.base import chat_template, offsets, pooled_goals
+from sidestream.lm.models.blocks import decoder_blocks, film_sites
+from sidestream.lm.texts.prompts import prompt_ids
 from sidestream.tasks.goals import GoalRecord, Tokens, tokens
 from sidestream.training.batches import collate, plan
 from sidestream.training.checkpoints import damage, write_folder

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.layout import UNSCORED, Layout
-from sidestream.lm.passes import PassConfig, latent_passes, next_token_loss
+from sidestream.lm.decoding.layout import UNSCORED, Layout
+from sidestream.lm.decoding.passes import PassConfig, latent_passes, next_token_loss
 from sidestream.training.curriculum import Call, Curriculum, CurriculumRows, Problem, Text, collator
 from sidestream.training.loop import FINAL, LoopConfig, train
 

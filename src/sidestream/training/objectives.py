@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sidestream.channels import GoalEncoder, LatentState
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.terms import disable_checkpointing, enable_checkpointing
+from sidestream.lm.models.terms import disable_checkpointing, enable_checkpointing
 
 UNSCORED = -100
 """Label of positions that carry no loss."""

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from sidestream.channels import LatentState, mean_pool
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.decode import pad_right
-from sidestream.lm.tracked import cropped
+from sidestream.lm.decoding.decode import pad_right
+from sidestream.lm.decoding.tracked import cropped
 from sidestream.tasks.base import Encode
 from sidestream.tasks.blocksworld import HELD, OPERATORS, TABLE, trace
 from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, PlanExample

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sidestream.channels import GoalEncoder, mean_pool
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.decode import pad_right
+from sidestream.lm.decoding.decode import pad_right
 from sidestream.tasks.base import Example
 from sidestream.training.batches import RowConfig, Rows, collate
 from sidestream.training.loop import LoopConfig, train

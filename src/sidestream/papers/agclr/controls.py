@@ -13,7 +13,7 @@ from sidestream.experiments.results import Outcome
 from sidestream.experiments.run import Found, Side
 from sidestream.experiments.settings import Scale
 from sidestream.experiments.table import Table
-from sidestream.lm.passes import PassConfig
+from sidestream.lm.decoding.passes import PassConfig
 from sidestream.papers.agclr.methods import by_task, paired_notes
 from sidestream.papers.agclr.settings import (
     LOOKS,

@@ -24,7 +24,7 @@ from sidestream.experiments.table import (
     Look,
     Metric,
 )
-from sidestream.lm.backbones import Backbone
+from sidestream.lm.models.backbones import Backbone
 from sidestream.tasks.hops import HopsConfig
 from sidestream.tasks.prosqa_generator import SMALL, ProsqaConfig
 from sidestream.training.curriculum import Curriculum, Text

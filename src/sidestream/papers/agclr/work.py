@@ -20,10 +20,10 @@ from sidestream.experiments.results import Outcome
 from sidestream.experiments.run import Job, Measured, Work
 from sidestream.experiments.settings import first_difference, to_json
 from sidestream.lm.attach import attach
-from sidestream.lm.backbones import Backbone, parameter_count
-from sidestream.lm.layout import Layout
-from sidestream.lm.passes import PassConfig
-from sidestream.lm.text import Vocabulary, WordVocabulary
+from sidestream.lm.decoding.layout import Layout
+from sidestream.lm.decoding.passes import PassConfig
+from sidestream.lm.models.backbones import Backbone, parameter_count
+from sidestream.lm.texts.text import Vocabulary, WordVocabulary
 from sidestream.papers.agclr.settings import ARMS, DERIVED, MEASURED, LatentSettings
 from sidestream.tasks import gsm8k, hops, hotpotqa, prosqa, prosqa_generator
 from sidestream.tasks.base import ReasoningExample, Split, data_hash, read_jsonl

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidestream.experiments.settings import Tested
-from sidestream.lm.backbones import Backbone
+from sidestream.lm.models.backbones import Backbone
 from sidestream.training.loop import LoopConfig
 
 

@@ -24,8 +24,8 @@ from sidestream.experiments.run import Found, Job, Measured, Work, rows
 from sidestream.experiments.settings import Scale
 from sidestream.experiments.table import BLUE, GREY, RED, Look, Metric, Table
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.backbones import Backbone, parameter_count
-from sidestream.lm.text import Vocabulary
+from sidestream.lm.models.backbones import Backbone, parameter_count
+from sidestream.lm.texts.text import Vocabulary
 from sidestream.papers.lsar import Steered, training_flops
 from sidestream.tasks import treasure
 from sidestream.training.batches import RowConfig

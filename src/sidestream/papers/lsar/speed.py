@@ -32,9 +32,9 @@ from sidestream.experiments.run import Found, Job, Measured, Work
 from sidestream.experiments.settings import Scale, Settings, from_json, to_json
 from sidestream.experiments.table import Look, Table
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.backbones import Backbone
-from sidestream.lm.cache import Window
-from sidestream.lm.decode import LeanDecoder
+from sidestream.lm.decoding.cache import Window
+from sidestream.lm.decoding.decode import LeanDecoder
+from sidestream.lm.models.backbones import Backbone
 
 LISTED = {
     "lsar.table2": {

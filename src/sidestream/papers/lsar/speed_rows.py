@@ -17,10 +17,10 @@ from torch import Tensor
 from sidestream.channels import StreamConfig
 from sidestream.experiments.results import Outcome
 from sidestream.lm.attach import attach
-from sidestream.lm.cache import Window
-from sidestream.lm.decode import LeanDecoder, Rollout
-from sidestream.lm.layout import Layout, Row, collate
-from sidestream.lm.passes import PassConfig, latent_generate, latent_passes, next_token_loss
+from sidestream.lm.decoding.cache import Window
+from sidestream.lm.decoding.decode import LeanDecoder, Rollout
+from sidestream.lm.decoding.layout import Layout, Row, collate
+from sidestream.lm.decoding.passes import PassConfig, latent_generate, latent_passes, next_token_loss
 from sidestream.papers.lsar.speed import (
     COMMA,
     Clock,

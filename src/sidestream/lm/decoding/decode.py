@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sidestream.channels import LatentState
-from sidestream.lm.adapters import adapter_names
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.blocks import film_sites
-from sidestream.lm.layout import pad_left
-from sidestream.lm.lean import Ring, Stack, Tracked, TrackerMaps
-from sidestream.lm.window import Window, checked_window
+from sidestream.lm.decoding.layout import pad_left
+from sidestream.lm.decoding.lean import Ring, Stack, Tracked, TrackerMaps
+from sidestream.lm.decoding.window import Window, checked_window
+from sidestream.lm.models.adapters import adapter_names
+from sidestream.lm.models.blocks import film_sites
 
 _AHEAD = 16
 """Tokens that E_base's ring holds beyond its window, so that as many can be read in one piece."""

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sidestream.lm.adapters import base_weights
-from sidestream.lm.blocks import bare
+from sidestream.lm.models.adapters import base_weights
+from sidestream.lm.models.blocks import bare
 
 _LOGGER = logging.getLogger(__name__)
 _HASHED = 256

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sidestream.lm.generating import carries_goal
-from sidestream.lm.reading import Goal
+from sidestream.lm.decoding.generating import carries_goal
+from sidestream.lm.goals.reading import Goal
 
 
 class AsModel(nn.Module):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sidestream.channels import LatentState
-from sidestream.lm.blocks import text_config
-from sidestream.lm.pinning import read_entries
-from sidestream.lm.reading import check_goals, goal_ids
+from sidestream.lm.goals.pinning import read_entries
+from sidestream.lm.goals.reading import check_goals, goal_ids
+from sidestream.lm.models.blocks import text_config
 
 
 def encode(model: Any, goal: Any, attention_mask: Tensor | None) -> LatentState:

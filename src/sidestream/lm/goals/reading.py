@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import LatentState
-from sidestream.lm.blocks import decoder_blocks, learned_positions, takes, text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache, feed_for
-from sidestream.lm.masks import positions_of
-from sidestream.lm.prompts import chat_ids, prompt_ids
-from sidestream.lm.terms import InForce
-from sidestream.lm.window import chunks
+from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache, feed_for
+from sidestream.lm.decoding.masks import positions_of
+from sidestream.lm.decoding.window import chunks
+from sidestream.lm.models.blocks import decoder_blocks, learned_positions, takes, text_config
+from sidestream.lm.models.terms import InForce
+from sidestream.lm.texts.prompts import chat_ids, prompt_ids
 
 Goal = LatentState | Tensor | Mapping[str, Any] | Sequence[Any] | str
 """Text; a chat, as a list of messages; token ids as a list, a (T,) or (B, T) tensor or what a tokenizer returns; a list

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from sidestream.lm.cache import CACHE_NAME, LatentCache, take_cache
-from sidestream.lm.window import Window
+from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache, take_cache
+from sidestream.lm.decoding.window import Window
 
 _GUESSING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 

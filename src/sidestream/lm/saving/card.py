@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from sidestream.lm.saving import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, WEIGHTS_FILE
+from sidestream.lm.saving.channel import ADAPTER_FOLDER, CONFIG_FILE, MODEL_FOLDER, WEIGHTS_FILE
 
 CARD = "README.md"
 EVALUATION = "eval.json"

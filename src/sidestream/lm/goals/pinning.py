@@ -18,9 +18,9 @@ from transformers.cache_utils import DynamicLayer
 
 from sidestream.channels import LatentState
 from sidestream.channels.rotation import Rotation
-from sidestream.lm.blocks import CACHE_NAME, takes, text_config
-from sidestream.lm.masks import attention_for, near, own_reach, positions_of
-from sidestream.lm.terms import InForce
+from sidestream.lm.decoding.masks import attention_for, near, own_reach, positions_of
+from sidestream.lm.models.blocks import CACHE_NAME, takes, text_config
+from sidestream.lm.models.terms import InForce
 
 COPIES = 1024
 """Under `rolling`, entries of a goal that one forward may hold, in the copies that its tokens see."""

@@ -4,7 +4,7 @@ One call, top to bottom: the columns of a batch are cut wherever some row has a 
 the keys and values of the pieces before it; the first column of a piece takes the hidden state that the piece before
 ended with, through the concept stream where one is attached. n latents so take n + 1 forwards that together see every
 column once, and autograd runs back through all of them. Rows may have their slots in any columns; rows whose slots
-share columns share passes (see `sidestream.lm.layout`). Decoding is the same call with one more token.
+share columns share passes (see `sidestream.lm.decoding.layout`). Decoding is the same call with one more token.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.blocks import takes, text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache
-from sidestream.lm.layout import UNSCORED, pad_left
-from sidestream.lm.masks import positions_of
-from sidestream.lm.reading import Goal
-from sidestream.lm.terms import InForce, check_checkpointing
+from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache
+from sidestream.lm.decoding.layout import UNSCORED, pad_left
+from sidestream.lm.decoding.masks import positions_of
+from sidestream.lm.goals.reading import Goal
+from sidestream.lm.models.blocks import takes, text_config
+from sidestream.lm.models.terms import InForce, check_checkpointing
 
 Replace = Callable[[Tensor, Tensor], Tensor]
 """An intervention: (B, D) embeddings about to be fed and (B,) which latent of its row each is, counted from 0, to the

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sidestream.channels import LatentState
-from sidestream.lm.cache import CACHE_NAME, LatentCache, Window
+from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache, Window
 
 
 def system_text(tokenizer: Any, goal: str) -> str:

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from sidestream.channels import LatentState
 from sidestream.channels.rotation import Rotation
-from sidestream.lm.blocks import text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache
-from sidestream.lm.encoding import changed
-from sidestream.lm.pinning import check_room, find_rotation, in_front
-from sidestream.lm.reading import Goal
-from sidestream.lm.terms import InForce, checkpoints
-from sidestream.lm.window import Window
+from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache
+from sidestream.lm.decoding.window import Window
+from sidestream.lm.goals.encoding import changed
+from sidestream.lm.goals.pinning import check_room, find_rotation, in_front
+from sidestream.lm.goals.reading import Goal
+from sidestream.lm.models.blocks import text_config
+from sidestream.lm.models.terms import InForce, checkpoints
 
 
 class Pins(nn.Module):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from sidestream.lm.terms import disable_checkpointing, enable_checkpointing
+from sidestream.lm.models.terms import disable_checkpointing, enable_checkpointing
+from sidestream.lm.saving.channel import save_channel, save_checkpoint
 
 _PLAIN: Any = object()
 
@@ -165,8 +166,6 @@ class TrainerModel(PreTrainedModel):
         Raises:
             ValueError: an adapter that would not come back from a file as it is.
         """
-        from sidestream.lm.saving import save_channel, save_checkpoint
-
         if not is_main_process:
             return
         if state_dict is _PLAIN:
@@ -174,20 +173,15 @@ class TrainerModel(PreTrainedModel):
         else:
             save_checkpoint(self, Path(directory), state_dict)
 
-    @classmethod
-    def from_pretrained(cls, directory: str | Path, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """`sidestream.load`, by the name that others call it."""
-        from sidestream.lm.saving import load
-
-        return load(directory, *args, **kwargs)
-
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: what goes to the hub is a saved folder, with its card and without the paths of this machine.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError("save_pretrained(folder) first, then sidestream.lm.card.push_to_hub(folder, 'owner/name')")
+        raise ValueError(
+            "save_pretrained(folder) first, then sidestream.lm.saving.card.push_to_hub(folder, 'owner/name')"
+        )
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As `nn.Module.load_state_dict`; without `strict` only what trains can be missing, which checkpoints hold."""

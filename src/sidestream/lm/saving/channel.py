@@ -15,7 +15,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,13 +27,17 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sidestream.channels import GoalConfig, StreamConfig
-from sidestream.lm.adapters import ADAPTER, active_adapters, adapter_names, base_weights, load_adapters, save_adapters
-from sidestream.lm.adapters import innermost as without_adapters
-from sidestream.lm.base import load_base, load_tokenizer
-from sidestream.lm.fingerprint import difference, fingerprint, sampled
-
-if TYPE_CHECKING:
-    from sidestream.lm.attach import AttachedLM
+from sidestream.lm.models.adapters import (
+    ADAPTER,
+    active_adapters,
+    adapter_names,
+    base_weights,
+    load_adapters,
+    save_adapters,
+)
+from sidestream.lm.models.adapters import innermost as without_adapters
+from sidestream.lm.models.base import load_base, load_tokenizer
+from sidestream.lm.models.fingerprint import difference, fingerprint, sampled
 
 WEIGHTS_FILE = "channel.safetensors"
 CONFIG_FILE = "sidestream.json"
@@ -43,7 +47,7 @@ CHECKPOINT_FILE = "model.safetensors"
 _FORMAT = 1
 
 
-def save_channel(model: AttachedLM, directory: Path) -> None:
+def save_channel(model: Any, directory: Path) -> None:
     """Write both files into `directory`, made if missing. Until both are complete, what was there stays.
 
     A base model that carries adapters has them saved in `adapter/`. One whose weights are in `model/` already is loaded
@@ -65,6 +69,7 @@ def save_channel(model: AttachedLM, directory: Path) -> None:
             "goal": None if model.channel is None else asdict(model.channel.config),
             "stream": None if model.stream is None else asdict(model.stream.config),
             "sites": model.sites,
+            "pinned": model.pinned,
             "base": {
                 "class": type(model.lm).__name__,
                 "name_or_path": model.lm.config.name_or_path,
@@ -85,7 +90,7 @@ def save_channel(model: AttachedLM, directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def save_checkpoint(model: AttachedLM, directory: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
+def save_checkpoint(model: Any, directory: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
     """What Trainer's checkpoints hold: the files of `save_channel`, the base in `model/` where it trains itself, and in
     `model.safetensors` all that trains, for `resume_from_checkpoint`.
 
@@ -105,7 +110,7 @@ def save_checkpoint(model: AttachedLM, directory: Path, state_dict: dict[str, to
     save_channel(model, directory)
 
 
-def _save_base(model: AttachedLM, directory: Path, whole: dict[str, torch.Tensor]) -> None:
+def _save_base(model: Any, directory: Path, whole: dict[str, torch.Tensor]) -> None:
     """The base alone, for `from_pretrained`: adapters, which are saved beside it, left out."""
     lm: Any = model.lm
     own = {name.removeprefix("lm."): tensor for name, tensor in whole.items() if name.startswith("lm.")}
@@ -119,31 +124,29 @@ def _save_base(model: AttachedLM, directory: Path, whole: dict[str, torch.Tensor
         model.tokenizer.save_pretrained(directory)
 
 
-def load(
+class Saved(NamedTuple):
+    """What a folder holds, and the models it goes onto."""
+
+    directory: Path
+    lm: Any
+    """The base model, with the adapters that were saved beside the channel."""
+    tokenizer: PreTrainedTokenizerBase | None
+    goal: GoalConfig | None
+    stream: StreamConfig | None
+    sites: list[str] | None
+    pinned: bool
+    weights: dict[str, torch.Tensor]
+
+
+def read_saved(
     directory: str | Path,
-    lm: PreTrainedModel | None = None,
+    lm: PreTrainedModel | None,
     *,
-    encoder: PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    any_base: bool = False,
-) -> AttachedLM:
-    """Attach a saved channel, stream or both.
-
-    The base is known by its weights, in any precision; embeddings with more or fewer tokens make it no other one.
-
-    Args:
-        directory: what `save_pretrained` or `sidestream train` wrote, or the hub id of a repository that holds it.
-        lm: the base model it was trained on, or a `PeftModel` of it; None loads the model named in the file, whatever
-            its class.
-        encoder: E_base, where the channel was trained with one of its own.
-        tokenizer: lets goals be given as text; None takes the base model's, where that is loaded here and has one.
-        any_base: load onto another base too, with a warning: for whoever knows that it is as good.
-
-    Raises:
-        ValueError: files missing or damaged, or a base model or encoder other than the one trained on.
-    """
-    from sidestream.lm.attach import attach
-
+    encoder: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    any_base: bool,
+) -> Saved:
+    """Read a folder and see that it belongs to these models; arguments and errors as for `sidestream.load`."""
     directory = _local(directory)
     config, goal, stream, weights = _read(directory)
     base = config["base"]
@@ -175,19 +178,23 @@ def load(
         raise ValueError(f"{directory} was trained with another encoder than the one given")
     if config["adapter"]:
         lm = load_adapters(inner, directory / ADAPTER_FOLDER, **config["adapters"])
-    try:
-        sites = None if goal is None else config["sites"]
-        model = attach(lm, goal=goal, stream=stream, encoder=encoder, tokenizer=tokenizer, sites=sites)
-    except ValueError as error:
-        raise ValueError(f"{directory} cannot be attached: {error}") from error
+    sites = None if goal is None else config["sites"]
+    return Saved(directory, lm, tokenizer, goal, stream, sites, config["pinned"], weights)
+
+
+def fill(model: Any, saved: Saved) -> None:
+    """Put saved weights into a model attached by the saved settings.
+
+    Raises:
+        ValueError: weights of other names or shapes.
+    """
     own = _weights(model)
     expected = {name: tensor.shape for name, tensor in own.items()}
-    if {name: tensor.shape for name, tensor in weights.items()} != expected:
+    if {name: tensor.shape for name, tensor in saved.weights.items()} != expected:
         model.detach()
-        raise ValueError(f"{directory / WEIGHTS_FILE} does not hold the weights its {CONFIG_FILE} describes")
+        raise ValueError(f"{saved.directory / WEIGHTS_FILE} does not hold the weights its {CONFIG_FILE} describes")
     for name, tensor in own.items():
-        tensor.copy_(weights[name])  # what state_dict hands out shares the module's memory
-    return model
+        tensor.copy_(saved.weights[name])  # what state_dict hands out shares the module's memory
 
 
 def _identity(lm: nn.Module) -> dict[str, Any]:
@@ -215,7 +222,7 @@ def _local(directory: str | Path) -> Path:
         ) from None
 
 
-def _weights(model: AttachedLM) -> dict[str, torch.Tensor]:
+def _weights(model: Any) -> dict[str, torch.Tensor]:
     """The weights of the channel by their names, and those of the stream under `stream.`."""
     channel = {} if model.channel is None else model.channel.state_dict()
     stream = {} if model.stream is None else model.stream.state_dict(prefix="stream.")
@@ -238,6 +245,7 @@ def _read(
         if config.get("stream") is not None:  # files of earlier versions know no stream
             stream = StreamConfig(**{name: _tuples(value) for name, value in config["stream"].items()})
         config["sites"] = list(config["sites"])
+        config["pinned"] = config.get("pinned") is True
         config["base"] = {name: config["base"][name] for name in ("class", "name_or_path", "fingerprint")} | {
             "inside": config["base"].get("inside") is True,
             "weights": _checked_weights(config["base"].get("weights")),

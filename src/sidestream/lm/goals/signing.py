@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sidestream.channels import LatentState
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.saving import fingerprint
+from sidestream.lm.models.fingerprint import fingerprint
 
 _MAGIC = b"SSGS"
 _VERSION = 1
@@ -216,7 +216,7 @@ def unseal_goal(
 
     Args:
         text: the goal's text, as the one who asks for the rollout states it.
-        model_fingerprint: `sidestream.lm.saving.fingerprint(model)`, if it was taken already; it reads every tensor, so
+        model_fingerprint: `fingerprint(model)`, if it was taken already; it reads every tensor, so
             a server takes it once, after loading.
 
     Raises:

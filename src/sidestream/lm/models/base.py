@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from sidestream.channels import mean_pool
-from sidestream.lm.chat import ChatTemplate
-from sidestream.lm.prompts import kept
-from sidestream.lm.reading import check_goals
-from sidestream.lm.reading import goal_ids as padded
+from sidestream.lm.goals.reading import check_goals
+from sidestream.lm.goals.reading import goal_ids as padded
+from sidestream.lm.texts.chat import ChatTemplate
+from sidestream.lm.texts.prompts import kept
 
 GGUF = ".gguf"
 PACKAGE = "package:"

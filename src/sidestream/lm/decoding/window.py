@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sidestream.lm.blocks import learned_positions, takes, text_config
+from sidestream.lm.models.blocks import learned_positions, takes, text_config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from sidestream.lm.blocks import decoder_blocks
+from sidestream.lm.models.blocks import decoder_blocks
 
 ADAPTER = "default"
 _WEIGHTS = "adapter_model.safetensors"

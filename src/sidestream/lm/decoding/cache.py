@@ -18,10 +18,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from sidestream.channels import LatentState
 from sidestream.channels.rotation import Rotation
-from sidestream.lm.blocks import CACHE_NAME, takes, text_config
-from sidestream.lm.masks import attention_for, near, own_reach, positions_of
-from sidestream.lm.pinning import COPIES, PinnedLayer, check_text
-from sidestream.lm.window import Window
+from sidestream.lm.decoding.masks import attention_for, near, own_reach, positions_of
+from sidestream.lm.decoding.window import Window
+from sidestream.lm.goals.pinning import COPIES, PinnedLayer, check_text
+from sidestream.lm.models.blocks import CACHE_NAME, takes, text_config
 
 
 class GoalWrite(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sidestream.channels import LatentState
 from sidestream.lm.attach import AttachedLM
-from sidestream.lm.reading import Goal
+from sidestream.lm.goals.reading import Goal
 
 # What rounding alone may put between two encodings of one prompt (batches of other widths, narrower dtypes).
 _ROUNDING = 1e-3

@@ -1,7 +1,7 @@
 """Pinned goals as files: the entries of one goal, read once, with what they belong to, in safetensors.
 
 The file says which base model and tokenizer it was compiled with and refuses others; a digest over all of it finds
-damage; a tag made with a key (`sidestream.lm.signing`) finds what somebody changed on purpose.
+damage; a tag made with a key (`sidestream.lm.goals.signing`) finds what somebody changed on purpose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sidestream.channels import LatentState
-from sidestream.lm.saving import fingerprint
+from sidestream.lm.models.fingerprint import fingerprint
 
 Precision = Literal["float32", "bfloat16", "int8"]
 """How keys and values are stored; `int8`: with one float32 scale for each entry of each head."""
@@ -36,7 +36,7 @@ def save_goal(
         state: of `model.encode_goal(...)`.
         path: the file, ending in `.safetensors`.
         precision: of keys and values.
-        key: signs the file (`sidestream.lm.signing.load_key`); whoever loads it with that key knows who wrote it.
+        key: signs the file (`sidestream.lm.goals.signing.load_key`); whoever loads it with that key knows who wrote it.
 
     Raises:
         ValueError: nothing pinned, several rows, an unknown precision, or a file that cannot be written.

@@ -1,0 +1,1 @@
+"""The cache, the window, and every way to decode."""

@@ -1,0 +1,1 @@
+"""Goals: read, encoded, pinned, kept in files, signed."""

@@ -1,0 +1,1 @@
+"""What is written of an attached model, and its card."""
