@@ -153,7 +153,7 @@ def test_every_kind_that_is_saved_comes_back(kind, tmp_path):
 
 
 def test_the_kinds_tested_are_the_kinds_saved():
-    from sidestream.lm import adapters
+    from sidestream.lm.models import adapters
 
     assert set(KINDS) == set(adapters._SAVED)
 

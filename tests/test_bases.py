@@ -14,7 +14,7 @@ from torch import nn
 import sidestream
 from families import FAMILIES, attached, close, logits, our_hooks, tiny, tokens
 from sidestream.lm.models.fingerprint import difference, fingerprint, sampled
-from sidestream.lm.saving import saving
+from sidestream.lm.saving import channel as saving
 
 IDS, GOALS = tokens(2, 9), tokens(2, 5, seed=1)
 NARROW = (torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 import sidestream
 from families import FAMILIES, MODES, attached, logits, open_gate, our_hooks, settings, tiny, tokens, unchecked_types
 from sidestream import attach
-from sidestream.lm.saving import saving
+from sidestream.lm.saving import channel as saving
 
 IDS, GOALS = tokens(3, 9), tokens(3, 5, seed=1)
 
