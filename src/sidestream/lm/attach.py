@@ -92,6 +92,7 @@ class AttachedLM(AsModel, Pins, TrainerModel):
 
         Args:
             goal: (B, T) token ids, lists of ids of any lengths, or text (needs a tokenizer). A `LatentState` passes.
+                A `pathlib.Path` is the file of a compiled goal.
                 For a model that pins: also named parts, `{"policy": ..., "wish": ...}`, which can be changed later.
             attention_mask: (B, T), 0 at padding. Lists and text are padded and masked here.
 
@@ -370,6 +371,7 @@ class AttachedLM(AsModel, Pins, TrainerModel):
         assert ids is not None
         by_token = self.channel is not None and self.channel.tracker is not None
         feed, fed_terms = feed_for(self.lm, cache, ids, mask, terms if by_token else None)
+        self._check_table(cache, feed)
         cache.running = put_in_force(fed_terms if by_token else terms)
         shown = {} if cache.window is None else self._last_logits(min(ids.shape[1], cache.window.size))
         return (), {**shown, **kwargs, **feed}

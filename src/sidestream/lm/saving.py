@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -64,6 +64,7 @@ def save_channel(model: AttachedLM, directory: Path) -> None:
             "format": _FORMAT,
             "goal": None if model.channel is None else asdict(model.channel.config),
             "stream": None if model.stream is None else asdict(model.stream.config),
+            "pinned": model.pinned,
             "sites": model.sites,
             "base": {
                 "class": type(model.lm).__name__,
@@ -126,8 +127,9 @@ def load(
     encoder: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     any_base: bool = False,
+    pinned: bool | None = None,
 ) -> AttachedLM:
-    """Attach a saved channel, stream or both.
+    """Attach a saved channel, stream or both; goals are pinned too where they were by the model that was saved.
 
     The base is known by its weights, in any precision; embeddings with more or fewer tokens make it no other one.
 
@@ -138,6 +140,7 @@ def load(
         encoder: E_base, where the channel was trained with one of its own.
         tokenizer: lets goals be given as text; None takes the base model's, where that is loaded here and has one.
         any_base: load onto another base too, with a warning: for whoever knows that it is as good.
+        pinned: whether goals are pinned; None: as the file says.
 
     Raises:
         ValueError: files missing or damaged, or a base model or encoder other than the one trained on.
@@ -177,7 +180,8 @@ def load(
         lm = load_adapters(inner, directory / ADAPTER_FOLDER, **config["adapters"])
     try:
         sites = None if goal is None else config["sites"]
-        model = attach(lm, goal=goal, stream=stream, encoder=encoder, tokenizer=tokenizer, sites=sites)
+        pinned = config["pinned"] if pinned is None else pinned
+        model = attach(lm, goal=goal, stream=stream, encoder=encoder, tokenizer=tokenizer, sites=sites, pinned=pinned)
     except ValueError as error:
         raise ValueError(f"{directory} cannot be attached: {error}") from error
     own = _weights(model)
@@ -188,6 +192,17 @@ def load(
     for name, tensor in own.items():
         tensor.copy_(weights[name])  # what state_dict hands out shares the module's memory
     return model
+
+
+def is_saved(name: str | Path) -> bool:
+    """Whether this names a saved channel, in a folder or on the hub, and not a base model."""
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        return (Path(name) / CONFIG_FILE).is_file()
+    try:
+        hf_hub_download(str(name), CONFIG_FILE)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return False
+    return True
 
 
 def _identity(lm: nn.Module) -> dict[str, Any]:
@@ -242,6 +257,8 @@ def _read(
             "inside": config["base"].get("inside") is True,
             "weights": _checked_weights(config["base"].get("weights")),
         }
+        nothing = config["goal"] is None and config.get("stream") is None
+        config["pinned"] = config.get("pinned", nothing) is True  # files of earlier versions do not say
         config["adapter"] = config.get("adapter") is True
         adapters = config.get("adapters") or {"names": [ADAPTER], "active": [ADAPTER]}
         config["adapters"] = {name: [str(each) for each in adapters[name]] for name in ("names", "active")}
