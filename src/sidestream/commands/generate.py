@@ -45,8 +45,8 @@ def load_run(model: str, base: str | None, *, pinned: bool | None = None) -> tup
             raise ValueError(
                 f"{model} is no model: it holds neither {CONFIG_FILE} (`sidestream train` writes it) nor config.json"
             )
-        tokenizer = load_tokenizer(model)
-        attached = sidestream.attach(load_base(model), tokenizer=tokenizer)
+        lm = load_base(model)
+        attached = sidestream.attach(lm, tokenizer=load_tokenizer(model))
     elif base is None:
         attached = sidestream.load(model, pinned=pinned)
     else:
