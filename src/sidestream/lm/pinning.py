@@ -125,6 +125,8 @@ def in_front(lm: PreTrainedModel, state: LatentState, ids: Tensor, mask: Tensor 
     rows, ahead = ids.shape[0], state.entry_ids.shape[1]
     mask = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
     mask = torch.cat([state.entries.to(mask.dtype).expand(rows, -1), mask], dim=1)
+    row = int(mask.sum(dim=1).argmax())
+    check_room(lm, int(mask[row, :ahead].sum()), int(mask[row, ahead:].sum()))
     feed: dict[str, Any] = {"input_ids": torch.cat([state.entry_ids.expand(rows, -1), ids], 1), "attention_mask": mask}
     if takes(lm, "position_ids"):
         feed["position_ids"] = positions_of(mask)

@@ -154,7 +154,7 @@ class Pins(nn.Module):
 
     def _terms_in_front(self, state: LatentState, ids: Tensor, mask: Tensor | None, ahead: int) -> Tensor | None:
         """(B, ahead + T, L, 2, D) FiLM terms, none at the goal's own tokens."""
-        if self.channel is None:
+        if self.channel is None or state.goal is None:
             return None
         terms = self._advance(state, ids, mask)[0].expand(ids.shape[0], ids.shape[1], -1, -1, -1)
         return torch.cat([terms.new_zeros(terms.shape[0], ahead, *terms.shape[2:]), terms], dim=1)
