@@ -120,7 +120,9 @@ def goal_outcomes(
             elif arm in ("channel", "swapped"):
                 assert pooled is not None
                 state = LatentState(goal=model.channel.encoder.predict(pooled[who]))
-            for row, outcome in zip(part, _predict(model, [rows[row] for row in part], state, [shared[row] for row in part]), strict=True):
+            for row, outcome in zip(
+                part, _predict(model, [rows[row] for row in part], state, [shared[row] for row in part]), strict=True
+            ):
                 outcomes[row] = outcome
         found[arm] = [outcome for outcome in outcomes if outcome is not None]
     return found
@@ -257,9 +259,7 @@ def _row(
     return _Row(ids, wanted, scored, len(head), list(text.ids[:last]), targets)
 
 
-def _reinserted(
-    text: Tokens, goal: Sequence[int], window: int, every: int, last: int, front: int, opened: int
-) -> _Row:
+def _reinserted(text: Tokens, goal: Sequence[int], window: int, every: int, last: int, front: int, opened: int) -> _Row:
     """The last W tokens of a text into which the goal is put before every N of its tokens."""
     stream: list[tuple[int, int]] = []  # tokens and their places in the text, -1 for the goal's
     for at in range(front, last + 1):

@@ -43,12 +43,13 @@ def _has_system(tokenizer: Any) -> bool:
 
 
 def _begin(tokenizer: Any) -> str:
-    """The begin token, where the template writes it in front of a conversation; else nothing."""
-    begin = tokenizer.bos_token
+    """The begin token, where the template writes it in front of a conversation and nowhere else; else nothing."""
+    begin, turns = tokenizer.bos_token, [("user", "x"), ("assistant", "y"), ("user", "z")]
     try:
-        return begin if begin and _rendered(tokenizer, [{"role": "user", "content": "x"}]).startswith(begin) else ""
-    except Exception:
+        text = _rendered(tokenizer, [{"role": role, "content": content} for role, content in turns])
+    except Exception:  # templates raise anything
         return ""
+    return begin if begin and text.startswith(begin) and text.count(begin) == 1 else ""
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], *, answer: bool = False) -> str:
