@@ -99,7 +99,7 @@ def test_every_commands_text_is_text(monkeypatch):
 def test_a_prompt_is_text_or_a_file(tmp_path: Path, capsys, monkeypatch):
     told = {}
 
-    def stop(model, base):
+    def stop(model, base, pinned):
         raise ValueError("the model is asked for")
 
     monkeypatch.setattr(generate, "load_run", stop)

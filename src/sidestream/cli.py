@@ -23,15 +23,16 @@ from sidestream.experiments.table import listed
 
 SCALES = ("smoke", "cpu", "paper")
 
-OUTER = {"train": "train", "eval": "evaluate", "generate": "generate", "solve": "solve"}
+OUTER = {"train": "train", "eval": "evaluate", "generate": "generate", "solve": "solve", "compile-goal": "compile_goal"}
 """Command -> its module in `sidestream.commands`."""
 
 HELP = """usage: sidestream COMMAND ...
 
 commands:
   train         a goal channel for your model and your goals (sidestream train --model DIR --data goals.jsonl --out run)
-  eval          what that channel is worth once the goal has left the window
-  generate      text with a goal in the channel, streamed
+  eval          what a goal is worth once it has left the window: in the channel, pinned, in the text
+  generate      text under a goal, streamed; with --chat, a conversation (sidestream generate --model ANY --goal TEXT)
+  compile-goal  a goal's keys and values as a file, loaded in place of reading its text
 
   run TABLE     train and evaluate one table, end with a report   (sidestream run lsar.table1 --scale cpu)
   audit MODEL   attack both channels of a trained model, under every defence, end with a report

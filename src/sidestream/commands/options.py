@@ -51,7 +51,8 @@ def parsed(parser: Any, words: list[str], *needed: str) -> Any:
 
 
 def _joined(parser: Any, words: list[str]) -> list[str]:
-    """The words, where text that begins with a dash is joined to its option: argparse would take it for another."""
+    """The words, where text that begins with a dash is joined to its option: argparse would take it for another. A
+    switch without a value is true."""
     made: list[str] = []
     for word in words:
         last = made[-1] if made else ""
@@ -59,5 +60,9 @@ def _joined(parser: Any, words: list[str]) -> list[str]:
             if word.partition("=")[0] in parser._option_string_actions:
                 raise ValueError(f"{last} has no text: {word} follows it; where that is the text, write {last}={word}")
             word = f"{made.pop()}={word}"
+        elif last.startswith("--") and parser.types.get(last[2:]) is bool and word.startswith("-"):
+            made[-1] = f"{last}=true"
         made.append(word[:-2] + DASHES if re.fullmatch(r"--[\w.]+=--", word) else word)
+    if made and made[-1].startswith("--") and parser.types.get(made[-1][2:]) is bool:
+        made[-1] += "=true"
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,12 +19,15 @@ from sidestream.lm.decoding.tracked import tracked_terms
 from sidestream.lm.models.base import pooled_goals
 from sidestream.tasks.goals import Tokens
 
-Arm = Literal["channel", "closed", "swapped", "in_text", "sinks"]
+Arm = Literal["channel", "pinned", "closed", "swapped", "swapped_pinned", "in_text", "reinserted", "sinks"]
 ARMS: dict[Arm, str] = {
     "channel": "goal in the channel",
-    "closed": "no goal (channel closed)",
-    "swapped": "another record's goal in the channel",
+    "pinned": "goal pinned outside the window",
+    "closed": "no goal",
+    "swapped": "another record's goal (in the channel, if there is one)",
+    "swapped_pinned": "another record's goal, pinned",
     "in_text": "goal at the head of the window (costs its tokens)",
+    "reinserted": "goal put back into the text every N tokens (costs its tokens)",
     "sinks": "first 4 tokens kept (attention sinks)",
 }
 SINKS = 4
@@ -40,6 +44,10 @@ class Outcome(NamedTuple):
     """How many of them were the likeliest."""
     goal_tokens: int
     """Slots of the window that hold the goal's own text."""
+    shared_loss: float
+    """`loss` over those scored tokens of the record that every arm asked for scores."""
+    shared_tokens: int
+    """How many these are."""
 
 
 @torch.no_grad()
@@ -52,6 +60,7 @@ def goal_outcomes(
     heads: Sequence[Sequence[int]] | None = None,
     opening: Sequence[int] = (),
     arms: Sequence[Arm] = ("channel", "closed", "swapped", "in_text"),
+    every: int | None = None,
     batch_size: int = 16,
 ) -> dict[Arm, list[Outcome]]:
     """Predict the scored tokens in the last window of every trajectory, each arm on the same records.
@@ -59,7 +68,7 @@ def goal_outcomes(
     A window is exact here: its tokens are computed anew at positions 0 to W-1, so nothing older reaches a logit.
 
     Args:
-        model: base model with a channel.
+        model: with a channel, or one that pins, or both.
         texts: trajectories; the tokens to predict are the last ones scored.
         goal_ids: the goals, one per trajectory.
         window: W, the tokens that a prediction may see.
@@ -67,36 +76,60 @@ def goal_outcomes(
         opening: the tokens that texts begin with (a begin token, say). A head has them, so that the text behind it does
             not have them again.
         arms: keys of `ARMS`; `swapped` takes the next record whose goal is another.
+        every: N, tokens of the text between two goals of the arm `reinserted`; None for W.
         batch_size: rows at a time.
 
     Raises:
-        ValueError: another number of goals than texts, an unknown arm, or `swapped` where all goals are one.
+        ValueError: another number of goals than texts, an arm that is unknown or that this model does not have,
+            `swapped` where all goals are one, or a goal that leaves no room for the window.
     """
     if len(texts) != len(goal_ids):
         raise ValueError(f"{len(goal_ids)} goals for {len(texts)} trajectories; give one each")
     unknown = [arm for arm in arms if arm not in ARMS]
     if unknown:
         raise ValueError(f"unknown arm {unknown[0]!r}; use one of {', '.join(ARMS)}")
-    pooled = pooled_goals(model, goal_ids).to(model.device)
+    heads = goal_ids if heads is None else heads
+    pinned = [arm for arm in arms if _pins(model, arm)]
+    if pinned and not model.pinned:
+        raise ValueError(f"arm {pinned[0]!r} pins goals, and this model does not; attach(lm, ..., pinned=True)")
+    if "channel" in arms and model.channel is None:
+        raise ValueError("arm 'channel' needs a goal channel, and this model has none; use 'pinned'")
+    vectors = {"channel", "swapped"}.intersection(arms).difference(pinned)
+    pooled = pooled_goals(model, goal_ids).to(model.device) if vectors else None
     found: dict[Arm, list[Outcome]] = {}
-    others = _other_goals(goal_ids) if "swapped" in arms else []
-    for arm in arms:
-        rows = [
-            _row(text, head, window, arm, opening=opening) for text, head in zip(texts, heads or goal_ids, strict=True)
+    others = _other_goals(goal_ids) if {"swapped", "swapped_pinned"} & set(arms) else []
+    by_arm = {
+        arm: [
+            _row(text, head, window, "pinned" if arm in pinned else arm, opening=opening, every=every or window)
+            for text, head in zip(texts, heads, strict=True)
         ]
+        for arm in arms
+    }
+    shared = [set.intersection(*(row.places for row in rows)) for rows in zip(*by_arm.values(), strict=True)]
+    for arm, rows in by_arm.items():
         # Rows of like length share a batch: little padding.
         order = sorted(range(len(rows)), key=lambda row: len(rows[row].ids))
         outcomes: list[Outcome | None] = [None] * len(rows)
         for start in range(0, len(order), batch_size):
             part = order[start : start + batch_size]
+            who = [others[row] for row in part] if arm in ("swapped", "swapped_pinned") else part
             state = None
-            if arm in ("channel", "swapped"):
-                who = part if arm == "channel" else [others[row] for row in part]
+            if arm in pinned:
+                state = model.encode_goal([list(heads[row]) for row in who])
+                state = replace(state, goal=None) if state.goal is not None else state
+            elif arm in ("channel", "swapped"):
+                assert pooled is not None
                 state = LatentState(goal=model.channel.encoder.predict(pooled[who]))
-            for row, outcome in zip(part, _predict(model, [rows[row] for row in part], state), strict=True):
+            for row, outcome in zip(
+                part, _predict(model, [rows[row] for row in part], state, [shared[row] for row in part]), strict=True
+            ):
                 outcomes[row] = outcome
         found[arm] = [outcome for outcome in outcomes if outcome is not None]
     return found
+
+
+def _pins(model: AttachedLM, arm: Arm) -> bool:
+    return arm in ("pinned", "swapped_pinned") or arm == "swapped" and model.channel is None
 
 
 def _other_goals(goal_ids: Sequence[Sequence[int]]) -> list[int]:
@@ -186,6 +219,13 @@ class _Row(NamedTuple):
     """The goal's share of the window."""
     full: list[int]
     """The text from its beginning, for a tracker to read."""
+    targets: list[int]
+    """The place in the text of the token after each place, -1 where that is the goal's."""
+
+    @property
+    def places(self) -> set[int]:
+        """Places in the text that are scored."""
+        return {place for place, scored in zip(self.targets, self.scored, strict=True) if scored}
 
 
 def _row(
@@ -195,30 +235,61 @@ def _row(
     arm: Arm,
     room: int | None = None,
     opening: Sequence[int] = (),
+    every: int = 0,
 ) -> _Row:
     """`room`: tokens of the text in the window; None for all that the head leaves."""
     last = max(at for at, scored in enumerate(text.scored) if scored)
     front = len(opening) if tuple(text.ids[: len(opening)]) == tuple(opening) else 0
+    if arm == "reinserted":
+        return _reinserted(text, goal, window, every, last, front, len(opening))
     head: list[int] = []
     if arm == "in_text":
         head = list(goal)[: max(0, window // 2)]
     elif arm == "sinks":
         head = (list(goal) + list(text.ids[front:]))[: min(SINKS, window // 2)]
-    start = max(front if head else 0, last - (window - len(head) if room is None else room))
+    # Behind a pinned goal the text does not begin again.
+    behind = bool(head) or arm == "pinned" and front < last
+    start = max(front if behind else 0, last - (window - len(head) if room is None else room))
     ids = head + list(text.ids[start:last])
     wanted = head[1:] + list(text.ids[start : last + 1]) if head else list(text.ids[start + 1 : last + 1])
     # Behind its opening alone the first token of the text is scored, so behind opening and goal as well.
     begins = bool(head) and 0 < start == front and text.scored[start]
     scored = [False] * (len(head) - 1) + [begins] * bool(head) + list(text.scored[start + 1 : last + 1])
-    return _Row(ids, wanted, scored, len(head), list(text.ids[:last]))
+    targets = [-1] * (len(head) - 1) + list(range(start + (not head), last + 1))
+    return _Row(ids, wanted, scored, len(head), list(text.ids[:last]), targets)
 
 
-def _predict(model: AttachedLM, rows: Sequence[_Row], state: LatentState | None) -> list[Outcome]:
+def _reinserted(text: Tokens, goal: Sequence[int], window: int, every: int, last: int, front: int, opened: int) -> _Row:
+    """The last W tokens of a text into which the goal is put before every N of its tokens."""
+    stream: list[tuple[int, int]] = []  # tokens and their places in the text, -1 for the goal's
+    for at in range(front, last + 1):
+        if (at - front) % every == 0:
+            stream += [(token, -1) for token in (goal if at == front else goal[opened:])]
+        stream.append((text.ids[at], at))
+    seen = stream[:-1][-window:]
+    following = stream[len(stream) - len(seen) :]
+    scored = [place >= 0 and text.scored[place] for _, place in following]
+    return _Row(
+        [token for token, _ in seen],
+        [token for token, _ in following],
+        scored,
+        sum(place < 0 for _, place in seen),
+        list(text.ids[:last]),
+        [place for _, place in following],
+    )
+
+
+def _predict(
+    model: AttachedLM, rows: Sequence[_Row], state: LatentState | None, shared: Sequence[set[int]] | None = None
+) -> list[Outcome]:
+    """`shared`: of each row, the places in its text that every arm scores; None: all that it scores itself."""
     ids, mask = pad_right([row.ids for row in rows], device=model.device)
     wanted, _ = pad_right([row.wanted for row in rows], device=model.device)
     scored, _ = pad_right([[int(s) for s in row.scored] for row in rows], device=model.device)
+    everywhere = [row.places for row in rows] if shared is None else shared
+    common = [[int(place in known) for place in row.targets] for row, known in zip(rows, everywhere, strict=True)]
     goal: dict[str, Any] = {"goal": state}
-    if state is not None and model.channel.tracker is not None:
+    if state is not None and state.goal is not None and model.channel.tracker is not None:
         full, full_mask = pad_right([row.full for row in rows], device=model.device)
         first = torch.tensor([len(row.full) - len(row.ids) for row in rows], device=model.device)
         goal = {"terms": tracked_terms(model, state, full, full_mask, first, ids.shape[1])}
@@ -228,13 +299,15 @@ def _predict(model: AttachedLM, rows: Sequence[_Row], state: LatentState | None)
     logits: Tensor = head(hidden[places]).float()
     losses = F.cross_entropy(logits, wanted[places], reduction="none")
     right = logits.argmax(dim=-1) == wanted[places]
-    which = places.nonzero()[:, 0]
+    which, common = places.nonzero()[:, 0], pad_right(common, device=model.device)[0].bool()[places]
     return [
         Outcome(
             loss=float(losses[which == row].sum()),
             tokens=int((which == row).sum()),
             right=int(right[which == row].sum()),
             goal_tokens=rows[row].goal_tokens,
+            shared_loss=float(losses[(which == row) & common].sum()),
+            shared_tokens=int(((which == row) & common).sum()),
         )
         for row in range(len(rows))
     ]
@@ -242,7 +315,9 @@ def _predict(model: AttachedLM, rows: Sequence[_Row], state: LatentState | None)
 
 def goal_cells(outcomes: dict[Arm, list[Outcome]], where: dict[str, Any], *, exact: bool) -> list[dict[str, Any]]:
     """Results cells: loss a token with its bootstrap interval, tokens right, and, for records with an answer, answers
-    right as a whole with Wilson's interval.
+    right as a whole with Wilson's interval. Where there are the arms `closed` and `in_text`, also what share of the
+    text's worth an arm has: (M - none) / (text - none), of losses on the tokens that every arm predicts and of answers
+    right. It is left out where the text is worth nothing.
 
     Args:
         outcomes: of `goal_outcomes`.
@@ -263,7 +338,24 @@ def goal_cells(outcomes: dict[Arm, list[Outcome]], where: dict[str, Any], *, exa
             whole = sum(outcome.right == outcome.tokens for outcome in found)
             cells.append(_cell(arm, where, "accuracy", whole / n, n, list(wilson(whole, n))))
         cells.append(_cell(arm, where, "goal_tokens", sum(o.goal_tokens for o in found) / n, n, None))
+    if "closed" not in outcomes or "in_text" not in outcomes:
+        return cells
+    for metric, worth in (("relative", _gain), ("relative_accuracy", _whole)):
+        if metric == "relative_accuracy" and not exact:
+            continue
+        none, text = worth(outcomes["closed"]), worth(outcomes["in_text"])
+        for arm, found in outcomes.items() if text > none else ():
+            cells.append(_cell(arm, where, metric, (worth(found) - none) / (text - none), len(found), None))
     return cells
+
+
+def _gain(found: Sequence[Outcome]) -> float:
+    """Log-likelihood a token, over the tokens that every arm predicts."""
+    return -sum(o.shared_loss for o in found) / max(1, sum(o.shared_tokens for o in found))
+
+
+def _whole(found: Sequence[Outcome]) -> float:
+    return sum(o.right == o.tokens for o in found) / len(found)
 
 
 def _cell(

@@ -94,6 +94,7 @@ class AttachedLM(AsModel, Hooked, Pins, TrainerModel):
 
         Args:
             goal: (B, T) token ids, lists of ids of any lengths, or text (needs a tokenizer). A `LatentState` passes.
+                A `pathlib.Path` is the file of a compiled goal.
                 For a model that pins: also named parts, `{"policy": ..., "wish": ...}`, which can be changed later.
             attention_mask: (B, T), 0 at padding. Lists and text are padded and masked here.
 
@@ -409,8 +410,9 @@ def load(
     encoder: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     any_base: bool = False,
+    pinned: bool | None = None,
 ) -> AttachedLM:
-    """Attach a saved channel, stream or both.
+    """Attach a saved channel, stream or both; goals are pinned too where they were by the model that was saved.
 
     The base is known by its weights, in any precision; embeddings with more or fewer tokens make it no other one.
 
@@ -421,6 +423,7 @@ def load(
         encoder: E_base, where the channel was trained with one of its own.
         tokenizer: lets goals be given as text; None takes the base model's, where that is loaded here and has one.
         any_base: load onto another base too, with a warning: for whoever knows that it is as good.
+        pinned: whether goals are pinned; None: as the file says.
 
     Raises:
         ValueError: files missing or damaged, or a base model or encoder other than the one trained on.
@@ -434,7 +437,7 @@ def load(
             encoder=encoder,
             tokenizer=saved.tokenizer,
             sites=saved.sites,
-            pinned=saved.pinned,
+            pinned=saved.pinned if pinned is None else pinned,
         )
     except ValueError as error:
         raise ValueError(f"{saved.directory} cannot be attached: {error}") from error

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sidestream.channels import LatentState
+from sidestream.lm.goals.goalfile import load_goal
 from sidestream.lm.goals.pinning import read_entries
 from sidestream.lm.goals.reading import check_goals, goal_ids
 from sidestream.lm.models.blocks import text_config
@@ -24,9 +27,10 @@ def encode(model: Any, goal: Any, attention_mask: Tensor | None) -> LatentState:
         raise ValueError("the channel was detached from this model; attach it again to use goals")
     if model.channel is None and not model.pinned:
         raise ValueError("this model has a concept stream and no goal channel; attach(lm, goal=..., stream=...)")
+    if isinstance(goal, Path):
+        goal = load_goal(model, goal)
     if isinstance(goal, LatentState):
-        _check_state(model, goal)
-        state = goal
+        state = _checked(model, goal)
     else:
         state = _encoded(model, goal, attention_mask)
     channel: Any = model.channel
@@ -61,7 +65,8 @@ def _encoded(model: Any, goal: Any, attention_mask: Tensor | None) -> LatentStat
     return entries if state is None else state.with_entries(entries)
 
 
-def _check_state(model: Any, state: LatentState) -> None:
+def _checked(model: Any, state: LatentState) -> LatentState:
+    """The state, its entries in the model's precision, which may have changed since they were read."""
     if state.goal is None and state.keys is None:
         raise ValueError("the latent state given as a goal carries a concept stream only")
     if state.keys is not None and not model.pinned:
@@ -70,9 +75,15 @@ def _check_state(model: Any, state: LatentState) -> None:
         raise ValueError("the goal given is a vector, and this model has no channel for it; attach(lm, goal=...)")
     if state.goal is not None and state.goal.shape[-1] != model.channel.config.width:
         raise ValueError(f"the state's goals are {state.goal.shape[-1]} wide, the channel {model.channel.config.width}")
+    if state.keys is None or state.values is None:
+        return state
     depth = text_config(model.lm).num_hidden_layers
-    if state.keys is not None and state.keys.shape[1] != depth:
+    if state.keys.shape[1] != depth:
         raise ValueError(f"the pinned goal has entries for {state.keys.shape[1]} blocks, the model {depth}")
+    if (state.keys.dtype, state.keys.device) == (model.lm.dtype, model.device):
+        return state
+    keys, values = (part.to(model.device, model.lm.dtype) for part in (state.keys, state.values))
+    return replace(state, keys=keys, values=values)
 
 
 def is_parts(goal: Any) -> bool:
@@ -139,7 +150,7 @@ def changed(model: Any, state: LatentState | None, parts: Mapping[str, Any], row
         for row in chosen:
             goals[row].pop(name, None) if part is None else goals[row].update({name: part})
     if not all(goals):
-        raise ValueError("the last part of a goal cannot be removed; give the cache another goal, or start anew")
+        raise ValueError("the last part of a goal cannot be removed; model.set_goal(cache, None) takes it away")
     return _encoded(model, goals, None)
 
 

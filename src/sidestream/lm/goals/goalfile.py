@@ -43,8 +43,7 @@ def save_goal(
     """
     if state.keys is None or state.values is None or state.entries is None or state.batch_size != 1:
         raise ValueError("a goal file holds one pinned goal: encode_goal of one goal, by a model that pins")
-    if precision not in get_args(Precision):
-        raise ValueError(f"precision is {precision!r}; use {', '.join(get_args(Precision))}")
+    check_precision(precision)
     tensors: dict[str, Tensor] = {}
     for name in ("keys", "values"):
         found = getattr(state, name)[0].detach().cpu()
@@ -78,6 +77,12 @@ def save_goal(
         raise ValueError(f"{path} cannot be written: {error}") from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_precision(precision: str) -> None:
+    """Raises `ValueError` where there is no such precision."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision is {precision!r}; use {', '.join(get_args(Precision))}")
 
 
 def load_goal(model: Any, path: str | Path, *, key: Any = None) -> LatentState:

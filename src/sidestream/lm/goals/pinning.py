@@ -45,6 +45,11 @@ class PinnedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         goal, ahead = self.goal or (None, None), 0 if self.goal is None else self.goal[0].shape[-2]
+        if self.goal is not None and not all(map(_fits, self.goal, (key_states, value_states))):
+            raise ValueError(
+                f"the pinned goal has entries of {tuple(self.goal[0].shape)} a block and the text of "
+                f"{tuple(key_states.shape)}: another model read it"
+            )
         keys = _joined(goal[0], self.keys, key_states)
         values = _joined(goal[1], self.values, value_states)
         first = ahead if self.limit is None else max(ahead, keys.shape[-2] - self.limit)
@@ -55,6 +60,10 @@ class PinnedLayer(DynamicLayer):
         """Entries and tokens held."""
         held = self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0  # type: ignore[union-attr]
         return held + (0 if self.goal is None else self.goal[0].shape[-2])
+
+
+def _fits(goal: Tensor, new: Tensor) -> bool:
+    return goal.shape[1] == new.shape[1] and goal.shape[-1] == new.shape[-1]
 
 
 def _joined(goal: Tensor | None, held: Tensor | None, new: Tensor) -> Tensor:
@@ -116,6 +125,8 @@ def in_front(lm: PreTrainedModel, state: LatentState, ids: Tensor, mask: Tensor 
     rows, ahead = ids.shape[0], state.entry_ids.shape[1]
     mask = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
     mask = torch.cat([state.entries.to(mask.dtype).expand(rows, -1), mask], dim=1)
+    row = int(mask.sum(dim=1).argmax())
+    check_room(lm, int(mask[row, :ahead].sum()), int(mask[row, ahead:].sum()))
     feed: dict[str, Any] = {"input_ids": torch.cat([state.entry_ids.expand(rows, -1), ids], 1), "attention_mask": mask}
     if takes(lm, "position_ids"):
         feed["position_ids"] = positions_of(mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from sidestream.lm.decoding.window import Window
 from sidestream.lm.goals.encoding import changed
 from sidestream.lm.goals.pinning import check_room, find_rotation, in_front
 from sidestream.lm.goals.reading import Goal
-from sidestream.lm.models.blocks import text_config
+from sidestream.lm.models.blocks import learned_positions, text_config
 from sidestream.lm.models.terms import InForce, checkpoints
+
+_MOVED = "a dynamic channel has moved with the text and cannot start over; start a new cache"
 
 
 class Pins(nn.Module):
@@ -66,10 +69,12 @@ class Pins(nn.Module):
             self._put(cache, state, () if state is None else state.part_names, None)
 
     def _check_pins(self, cache: LatentCache) -> None:
+        if cache.running is not None:
+            raise ValueError("a forward is writing to this cache; change its goal between two forwards")
         if not self.pinned or not cache.pins:
             raise ValueError("this changes a pinned goal: attach(lm, tokenizer=...) and model.new_cache()")
         if self.channel is not None and self.channel.tracker is not None:
-            raise ValueError("a dynamic channel has moved with the text and cannot start over; start a new cache")
+            raise ValueError(_MOVED)
 
     def _put(self, cache: LatentCache, state: LatentState | None, parts: tuple[str, ...], rows: Any) -> None:
         size = None if cache.window is None else cache.window.size
@@ -82,10 +87,29 @@ class Pins(nn.Module):
             cache.count_again()
 
     def _begin(self, cache: LatentCache, state: LatentState | None) -> None:
-        """Put the state on the cache; a goal pinned while text is held is read by the text from here on."""
+        """Put the state on the cache; behind a goal pinned anew, the text that it holds is read again."""
         if state is not None and state.entries is not None:
             check_room(self.lm, state.entries.shape[1], None if cache.window is None else cache.window.size)
-        cache.begin(state)
+        if cache.held is None or _same_entries(cache.goal, state):
+            cache.begin(state)
+            return
+        if self.channel is not None and self.channel.tracker is not None:
+            raise ValueError(_MOVED)
+        self._put(cache, state, () if state is None else state.part_names, None)
+
+    def _check_table(self, cache: LatentCache, feed: dict[str, Any]) -> None:
+        """Raises `ValueError` where goal and text have outgrown a table of learned positions."""
+        table = self._table
+        if table is None or cache.window is not None or feed["attention_mask"].shape[-1] <= table:
+            return
+        if int(feed["position_ids"].max()) >= table:  # padding takes none
+            raise ValueError(
+                f"goal and text need more than the {table} learned positions of {type(self.lm).__name__}; give a window"
+            )
+
+    @cached_property
+    def _table(self) -> int | None:
+        return learned_positions(self.lm)
 
     def _turning(self, window: Window | None, *, picks: bool) -> tuple[Window | None, Rotation | None]:
         """The window, and how the model's keys turn where a pinned goal has to move along with it.
@@ -129,7 +153,20 @@ class Pins(nn.Module):
 
     def _terms_in_front(self, state: LatentState, ids: Tensor, mask: Tensor | None, ahead: int) -> Tensor | None:
         """(B, ahead + T, L, 2, D) FiLM terms, none at the goal's own tokens."""
-        if self.channel is None:
+        if self.channel is None or state.goal is None:
             return None
         terms = self._advance(state, ids, mask)[0].expand(ids.shape[0], ids.shape[1], -1, -1, -1)
         return torch.cat([terms.new_zeros(terms.shape[0], ahead, *terms.shape[2:]), terms], dim=1)
+
+
+def _same_entries(held: LatentState | None, given: LatentState | None) -> bool:
+    """Whether a goal given is read from the tokens of the one pinned already, or neither is pinned."""
+    if held is None or given is None or given.keys is None:
+        return held is None and (given is None or given.keys is None)
+    if held is given or held.entry_ids is None or given.entry_ids is None:
+        return held is given
+    if held.batch_size % given.batch_size or held.part_names != given.part_names:
+        return False
+    given = given.repeat_interleave(held.batch_size // given.batch_size)
+    pairs = [(getattr(held, name), getattr(given, name)) for name in ("entries", "entry_ids", "entry_parts")]
+    return all(a is b or a is not None and b is not None and torch.equal(a, b) for a, b in pairs)

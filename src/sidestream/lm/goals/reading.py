@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from sidestream.lm.models.blocks import decoder_blocks, learned_positions, takes
 from sidestream.lm.models.terms import InForce
 from sidestream.lm.texts.prompts import chat_ids, prompt_ids
 
-Goal = LatentState | Tensor | Mapping[str, Any] | Sequence[Any] | str
-"""Text; a chat, as a list of messages; token ids as a list, a (T,) or (B, T) tensor or what a tokenizer returns; a list
+Goal = LatentState | Tensor | Mapping[str, Any] | Sequence[Any] | str | Path
+"""Text; a `Path`, the file of a compiled goal; a chat, as a list of messages; token ids as a list, a (T,) or (B, T) tensor or what a tokenizer returns; a list
 of any of the first three, one a row; or a state."""
 
 

@@ -26,6 +26,7 @@ class Hooked(nn.Module):
     _reader: Any
     goal_hidden: Any
     fires: Any
+    _check_table: Any
 
     def _placed(self, ids: Tensor | None, mask: Tensor | None, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
         """The mask, and the positions that follow from it where the caller gave none."""
@@ -96,6 +97,7 @@ class Hooked(nn.Module):
         assert ids is not None
         by_token = self.channel is not None and self.channel.tracker is not None
         feed, fed_terms = feed_for(self.lm, cache, ids, mask, terms if by_token else None)
+        self._check_table(cache, feed)
         cache.running = put_in_force(fed_terms if by_token else terms)
         shown = {} if cache.window is None else self._last_logits(min(ids.shape[1], cache.window.size))
         return (), {**shown, **kwargs, **feed}

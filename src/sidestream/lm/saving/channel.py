@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -68,8 +68,8 @@ def save_channel(model: Any, directory: Path) -> None:
             "format": _FORMAT,
             "goal": None if model.channel is None else asdict(model.channel.config),
             "stream": None if model.stream is None else asdict(model.stream.config),
-            "sites": model.sites,
             "pinned": model.pinned,
+            "sites": model.sites,
             "base": {
                 "class": type(model.lm).__name__,
                 "name_or_path": model.lm.config.name_or_path,
@@ -197,6 +197,17 @@ def fill(model: Any, saved: Saved) -> None:
         tensor.copy_(saved.weights[name])  # what state_dict hands out shares the module's memory
 
 
+def is_saved(name: str | Path) -> bool:
+    """Whether this names a saved channel, in a folder or on the hub, and not a base model."""
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        return (Path(name) / CONFIG_FILE).is_file()
+    try:
+        hf_hub_download(str(name), CONFIG_FILE)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return False
+    return True
+
+
 def _identity(lm: nn.Module) -> dict[str, Any]:
     """What a file says of a model to know it again; the hash is for earlier versions."""
     return {"fingerprint": fingerprint(lm), "weights": sampled(lm)}
@@ -245,11 +256,12 @@ def _read(
         if config.get("stream") is not None:  # files of earlier versions know no stream
             stream = StreamConfig(**{name: _tuples(value) for name, value in config["stream"].items()})
         config["sites"] = list(config["sites"])
-        config["pinned"] = config.get("pinned") is True
         config["base"] = {name: config["base"][name] for name in ("class", "name_or_path", "fingerprint")} | {
             "inside": config["base"].get("inside") is True,
             "weights": _checked_weights(config["base"].get("weights")),
         }
+        nothing = config["goal"] is None and config.get("stream") is None
+        config["pinned"] = config.get("pinned", nothing) is True  # files of earlier versions do not say
         config["adapter"] = config.get("adapter") is True
         adapters = config.get("adapters") or {"names": [ADAPTER], "active": [ADAPTER]}
         config["adapters"] = {name: [str(each) for each in adapters[name]] for name in ("names", "active")}
