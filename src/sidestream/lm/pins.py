@@ -20,7 +20,6 @@ from sidestream.lm.reading import Goal
 from sidestream.lm.terms import InForce, checkpoints
 from sidestream.lm.window import Window
 
-
 _MOVED = "a dynamic channel has moved with the text and cannot start over; start a new cache"
 
 
