@@ -26,9 +26,12 @@ def folder(tmp_path_factory):
     here = tmp_path_factory.mktemp("docs")
     save(here / "my-model")
     write_goals(here / "goals.jsonl")
+    (here / "policy.txt").write_text("Answer in French. Name the city.", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
         assert cli.main(["train", "--model", "my-model", "--data", "goals.jsonl", "--out", "run", *QUICK]) == 0
+        compiled = ["--goal", "policy.txt", "--out", "policy.safetensors"]
+        assert cli.main(["compile-goal", "--model", "my-model", *compiled]) == 0
     return here
 
 
@@ -95,7 +98,7 @@ def test_commands_run(folder, monkeypatch, capsys):
             status = stop.code or 0
         assert status == 0, (page, words, capsys.readouterr().err)
         seen.add(words[0])
-    assert seen >= {"train", "eval", "generate", "run", "tables"}
+    assert seen >= {"train", "eval", "generate", "compile-goal", "run", "tables"}
 
 
 def test_the_json_in_the_pages_is_what_train_reads(tmp_path):

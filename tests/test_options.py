@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sidestream import cli
-from sidestream.commands import evaluate, generate, train
+from sidestream.commands import compile_goal, evaluate, generate, train
 from sidestream.commands import solve as solving
 from sidestream.commands.options import command_parser, parsed
 from sidestream.tasks.base import read_text
@@ -83,11 +83,11 @@ def test_every_commands_text_is_text(monkeypatch):
         seen[parser.prog] = parser
         raise ValueError("seen")
 
-    for module in (evaluate, generate, train, solving):
+    for module in (compile_goal, evaluate, generate, train, solving):
         monkeypatch.setattr(module, "parsed", stop)
-    for name in ("train", "eval", "generate", "solve"):
+    for name in ("train", "eval", "generate", "compile-goal", "solve"):
         assert cli.main([name]) == 2
-    assert len(seen) == 4
+    assert len(seen) == 5
     for prog, parser in seen.items():
         texts = [name for name, kind in parser.types.items() if kind is str]
         assert not [name for name, kind in parser.types.items() if kind == (str | None)], prog

@@ -264,8 +264,9 @@ def test_a_turn_that_is_interrupted_is_forgotten(model):
 
 MERGED = (  # Mistral's form: a system message goes into the user's first turn
     "{{ bos_token }}{% set s = namespace(text='') %}{% for m in messages %}{% if m['role'] == 'system' %}"
-    "{% set s.text = m['content'] + '\n' %}{% elif m['role'] == 'user' %}[INST] {{ s.text if loop.index0 == 1 else '' }}"
-    "{{ m['content'] }}[/INST]{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% set s.text = m['content'] + '\n' %}{% elif m['role'] == 'user' %}[INST] "
+    "{{ s.text if loop.index0 == 1 else '' }}{{ m['content'] }}[/INST]"
+    "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 NONE = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (
     "<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"

@@ -11,9 +11,12 @@ from typing import Any
 from sidestream.commands.options import Options, command_parser, parsed
 from sidestream.tasks.base import read_text
 
-USAGE = "sidestream generate --model ANY [--goal TEXT|--goal_file FILE] --prompt TEXT|--prompt_file FILE|--chat [--window W]"
-ABOUT = """Continue a prompt under a goal. A base model (folder, hub id, .gguf, package:NAME) holds the goal pinned: as a
-line of text in front that never leaves the window, or with --chat as the system message. What `sidestream train` wrote
+USAGE = (
+    "sidestream generate --model ANY [--goal TEXT|--goal_file FILE] --prompt TEXT|--prompt_file FILE|--chat "
+    "[--window W] [--temperature T]"
+)
+ABOUT = """Continue a prompt under a goal. A base model (folder, hub id, .gguf, package:NAME) holds the goal pinned: a
+line of text in front that never leaves the window, or with --chat the system message. What `sidestream train` wrote
 holds it in its channel, and with --pinned both ways. Tokens are printed as they come. With --window W the model sees
 the last W tokens of the text and nothing older; the goal stays. --chat without a prompt is a conversation."""
 

@@ -98,7 +98,7 @@ def goal_outcomes(
     pooled = pooled_goals(model, goal_ids).to(model.device) if vectors else None
     found: dict[Arm, list[Outcome]] = {}
     others = _other_goals(goal_ids) if {"swapped", "swapped_pinned"} & set(arms) else []
-    by_arm = {
+    by_arm: dict[Arm, list[_Row]] = {
         arm: [
             _row(text, head, window, "pinned" if arm in pinned else arm, opening=opening, every=every or window)
             for text, head in zip(texts, heads, strict=True)
@@ -120,9 +120,8 @@ def goal_outcomes(
             elif arm in ("channel", "swapped"):
                 assert pooled is not None
                 state = LatentState(goal=model.channel.encoder.predict(pooled[who]))
-            for row, outcome in zip(
-                part, _predict(model, [rows[row] for row in part], state, [shared[row] for row in part]), strict=True
-            ):
+            predicted = _predict(model, [rows[row] for row in part], state, [shared[row] for row in part])
+            for row, outcome in zip(part, predicted, strict=True):
                 outcomes[row] = outcome
         found[arm] = [outcome for outcome in outcomes if outcome is not None]
     return found

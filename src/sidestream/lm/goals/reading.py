@@ -21,8 +21,8 @@ from sidestream.lm.models.terms import InForce
 from sidestream.lm.texts.prompts import chat_ids, prompt_ids
 
 Goal = LatentState | Tensor | Mapping[str, Any] | Sequence[Any] | str | Path
-"""Text; a `Path`, the file of a compiled goal; a chat, as a list of messages; token ids as a list, a (T,) or (B, T) tensor or what a tokenizer returns; a list
-of any of the first three, one a row; or a state."""
+"""Text; a `Path`, the file of a compiled goal; a chat, as a list of messages; token ids as a list, a (T,) or (B, T)
+tensor or what a tokenizer returns; a list of texts, chats or lists of ids, one a row; or a state."""
 
 
 def goal_ids(
