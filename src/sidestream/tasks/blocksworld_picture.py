@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
-from sidestream.tasks.blocksworld import HELD, Action, Fact, State, optimal_length, trace
+from sidestream.tasks.blocksworld import HELD, Action, Fact, Problem, State, optimal_length, trace
 from sidestream.tasks.blocksworld_data import action_text
 
 FRAME, REST = 0.9, 3.6
@@ -48,6 +48,25 @@ class Show:
     def end(self) -> float:
         """Seconds until the verdict."""
         return FRAME * len(self.states)
+
+
+def rollouts_record(
+    problem: Problem, played: Mapping[str, Mapping[str, Any]], where: Mapping[str, int]
+) -> dict[str, Any]:
+    """The content of `rollouts.json` (`rollout_svg`): one problem, and what became of it in several hands.
+
+    Args:
+        played: arm -> actions, forced, success, failure and reason, and anything else, which is left out.
+        where: K, N and W.
+    """
+    shown = ("actions", "forced", "success", "failure", "reason")
+    return {
+        **where,
+        "names": problem.names,
+        "init": problem.init,
+        "goal": sorted([fact.predicate, fact.blocks] for fact in problem.goal),
+        "arms": {arm: {name: rollout[name] for name in shown} for arm, rollout in played.items()},
+    }
 
 
 def read_show(rollouts: Mapping[str, Any], arm: str) -> Show:

@@ -20,8 +20,10 @@ from sidestream.lm.tracked import cropped
 from sidestream.tasks.base import Encode
 from sidestream.tasks.blocksworld import HELD, OPERATORS, TABLE, trace
 from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, BlocksworldConfig, PlanExample
+from sidestream.tasks.blocksworld_loop import Episode, episodes
 from sidestream.training.batches import plan
 from sidestream.training.objectives import UNSCORED
+from sidestream.training.stages import align_goal, pooled_states
 
 PLACES = len(NAMES) + 2
 """What a block can stand on: another name, the table, the hand. Enough classes for operators and `end`, too."""
@@ -64,6 +66,12 @@ class PlanData:
         """The problems and trajectories that this asks for, or those of other numbers of blocks."""
         drawn = {name: getattr(self, name) for name in ("names", "pool", "goals", "budgets", "perturb_per")}
         return BlocksworldConfig(blocks=blocks or self.blocks, seed=seed, **drawn)
+
+    def to_begin(self, seed: int) -> list[Episode]:
+        """What E_base is to begin, as `own_prefixes` says: problems of another seed than the generated ones."""
+        each = -(-self.own_prefixes // len(self.budgets))
+        config = self.task(seed + 1_000_003)
+        return [one for budget in self.budgets for one in episodes(config, "train", each, perturbations=budget)]
 
 
 class PlanText(NamedTuple):
@@ -277,6 +285,26 @@ class PlanLM(nn.Module):
         known = states != UNSCORED
         state_loss = F.cross_entropy(read[known].float(), states[known])
         return {"loss": loss + self.state_weight * state_loss, "state_loss": state_loss}
+
+
+def align_plans(
+    model: AttachedLM, texts: Sequence[PlanText], vocabulary: int, *, standardise: bool, **stage: Any
+) -> None:
+    """Stage 2 of planning: E_pred learns to predict the trajectory's vector from the prompt's.
+
+    Args:
+        texts: of them the first 20,000.
+        vocabulary: V.
+        standardise: E_pred's input, over the prompts.
+        stage: how it is trained and where, as `align_goal` has it.
+    """
+    goals = [list(text.goal_ids) for text in texts[:20_000]]
+    pooled = pooled_states(model, goals)
+    if standardise:
+        model.channel.encoder.calibrate(pooled)
+    # CHOICE(LS-AR, 3.1): the trajectory is encoded by itself, as the goal is.
+    trajectory = pooled_states(model, [list(text.target_ids) for text in texts[:20_000]])
+    align_goal(model.channel.encoder, pooled, trajectory, goals, vocabulary, reconstruction_weight=0.0, **stage)
 
 
 def plan_vectors(model: AttachedLM, full_ids: Tensor, full_mask: Tensor, goal_length: Tensor) -> Tensor:

@@ -26,20 +26,11 @@ from sidestream.lm.text import WordVocabulary
 from sidestream.papers.lsar import Steered, training_flops
 from sidestream.papers.lsar.planning_report import scores_file, sections
 from sidestream.tasks.blocksworld import Action
-from sidestream.tasks.blocksworld_data import (
-    END,
-    TRIGGER,
-    WORDS,
-    BlocksworldConfig,
-    PlanExample,
-    data_hash,
-    examples,
-    relabel,
-)
+from sidestream.tasks.blocksworld_data import TRIGGER, WORDS, BlocksworldConfig, data_hash, examples, relabel
 from sidestream.tasks.blocksworld_loop import Episode, episodes, score_rollout
+from sidestream.tasks.blocksworld_picture import rollouts_record
 from sidestream.training.loop import FINAL, LoopConfig, train
-from sidestream.training.planning import PlanData, PlanLM, PlanRowConfig, PlanRows, PlanText, collate_plans
-from sidestream.training.stages import align_goal, pooled_states
+from sidestream.training.planning import PlanData, PlanLM, PlanRowConfig, PlanRows, PlanText, align_plans, collate_plans
 
 LISTED = {
     "lsar.table3": {
@@ -169,60 +160,33 @@ class Planning(Steered):
 
 def table3(scale: Scale) -> Planning:
     """The experiment at one of its scales."""
+    rest: dict[str, Any] = {}
     if scale == "paper":
-        loop = LoopConfig(
-            steps=30 * 100_000 // 32, batch_size=32, learning_rate=1e-4, precision="bf16", save_every=2000
-        )
-        return Planning(
-            scale="paper",
-            encoder=Backbone(layers=4),
-            baseline=Backbone(layers=10),
-            goal_width=512,
-            stage1=loop,
-            stage2=replace(loop, learning_rate=2e-4, precision="fp32"),
-            stage3=loop,
-        )
-    if scale == "cpu":
+        epoch = 100_000 // 32
+        loop = LoopConfig(steps=30 * epoch, batch_size=32, learning_rate=1e-4, precision="bf16", save_every=2000)
+        aligned = replace(loop, learning_rate=2e-4, precision="fp32")
+        encoder, baseline, width = Backbone(layers=4), Backbone(layers=10), 512
+    elif scale == "cpu":
         # CHOICE(LS-AR, B.3.3): rotary positions, heads of 16 and Muon at this scale; with learned positions and AdamW
         # the same model needs several times the half hour an arm has (LOG.md). Every arm has the same.
         loop = LoopConfig(steps=2000, batch_size=32, learning_rate=2e-3, weight_decay=0.05, optimizer="muon")
-        return Planning(
-            scale="cpu",
-            # The steps between `dynamic` and `dynamic_state`, and stage 2 left out, cost another 20 minutes each.
-            arms=tuple(
-                arm for arm in (*ARMS, *DERIVED) if arm not in ("dynamic_no_stage2", "dynamic_pool", "dynamic_replace")
-            ),
-            encoder=Backbone(layers=2, width=128, heads=8, family="llama"),
-            baseline=Backbone(layers=4, width=128, heads=8, family="llama"),
-            goal_width=128,
-            predictor_hidden=256,
-            encoder_window=256,
-            prompt_scored=False,
-            stage1=loop,
-            stage2=LoopConfig(steps=1000, batch_size=256, learning_rate=2e-3),
-            stage3=loop,
-        )
-    if scale == "smoke":
-        loop = LoopConfig(steps=4, batch_size=8, learning_rate=1e-3, log_every=1)
-        return Planning(
-            scale="smoke",
-            blocks=4,
-            more_blocks=(5,),
-            perturbations=(0, 1),
-            train_problems=64,
-            test_problems=12,
-            faithful=PlanData(blocks=(4,)),
-            ours=replace(OURS, blocks=(4,), budgets=(0, 1), own_prefixes=48),
-            positions=160,
-            trigger_places=(50, 150),
-            encoder=Backbone(layers=1, width=32, heads=2),
-            baseline=Backbone(layers=2, width=32, heads=2),
-            goal_width=32,
-            stage1=loop,
-            stage2=loop,
-            stage3=loop,
-        )
-    raise ValueError(f"scale is {scale!r}; use smoke, cpu or paper")
+        aligned = LoopConfig(steps=1000, batch_size=256, learning_rate=2e-3)
+        encoder, width = Backbone(layers=2, width=128, heads=8, family="llama"), 128
+        baseline = replace(encoder, layers=4)
+        # The steps between `dynamic` and `dynamic_state`, and stage 2 left out, cost another 20 minutes each.
+        dear = ("dynamic_no_stage2", "dynamic_pool", "dynamic_replace")
+        arms = tuple(arm for arm in (*ARMS, *DERIVED) if arm not in dear)
+        rest = dict(arms=arms, predictor_hidden=256, encoder_window=256, prompt_scored=False)
+    elif scale == "smoke":
+        loop = aligned = LoopConfig(steps=4, batch_size=8, learning_rate=1e-3, log_every=1)
+        encoder, baseline, width = Backbone(layers=1, width=32, heads=2), Backbone(layers=2, width=32, heads=2), 32
+        asked = dict(blocks=4, more_blocks=(5,), perturbations=(0, 1), train_problems=64, test_problems=12)
+        ours = replace(OURS, blocks=(4,), budgets=(0, 1), own_prefixes=48)
+        rest = dict(faithful=PlanData(blocks=(4,)), ours=ours, positions=160, trigger_places=(50, 150), **asked)
+    else:
+        raise ValueError(f"scale is {scale!r}; use smoke, cpu or paper")
+    rest |= dict(stage1=loop, stage2=aligned, stage3=loop)
+    return Planning(scale=scale, encoder=encoder, baseline=baseline, goal_width=width, **rest)
 
 
 def published(arm: str, metric: str, where: dict[str, Any]) -> float | None:
@@ -239,6 +203,9 @@ def published(arm: str, metric: str, where: dict[str, Any]) -> float | None:
 
 # ---------------------------------------------------------------- training and measuring
 
+CLOSED = GoalConfig(width=8)
+"""Of a bare decoder, whose channel is never opened."""
+
 
 class PlanWork(Work[Planning]):
     """Trajectories, models and rollouts of one run."""
@@ -246,7 +213,8 @@ class PlanWork(Work[Planning]):
     def __init__(self, settings: Planning, directory: Path, *, show: bool = True) -> None:
         super().__init__(settings, directory, show=show)
         self.vocabulary = WordVocabulary(WORDS)
-        self.trajectories, self.encoded, self.tests = map(cache, (self._trajectories, self._encoded, self._tests))
+        self.trajectories, self.encoded = cache(self._trajectories), cache(self._encoded)
+        self.tests = cache(self._tests)
 
     def check(self) -> None:
         """Numbers of blocks that no problem can have."""
@@ -258,55 +226,46 @@ class PlanWork(Work[Planning]):
         return data_hash(self.trajectories(arm_of(self.settings.arms[0]).data))
 
     def jobs(self) -> list[Job]:
-        """What the arms of a recipe share, E_base with its own prefixes and stage 1 of the baselines; then the arms."""
+        """What arms share, a recipe's E_base with its own prefixes and stage 1 of its baselines; then the arms."""
         e, made = self.settings, []
 
         def add(name: str, work: Any, data: str, needs: tuple[str, ...], *stages: str) -> None:
             folders = {self.directory / name / stage: e.loop(stage, data).steps for stage in stages}
             made.append(Job(name=name, work=work, needs=needs, stages=folders))
 
-        shared: dict[str, tuple[str, ...]] = {}
-        for data in dict.fromkeys(arm_of(arm).data for arm in e.arms):
-            add(f"base_{data}", partial(self.prepare, data), data, (), "stage1")
-            shared[data] = (f"base_{data}",)
-            if any(arm_of(arm).data == data and arm_of(arm).channel == "closed" for arm in e.arms):
-                add(f"bare_{data}", partial(self.bare, data), data, (), "stage1")
-                shared[data] += (f"bare_{data}",)
-        for arm in e.arms:
-            spec, source = arm_of(arm), DERIVED.get(arm)
-            aligned = ("stage2",) if spec.stage2 and spec.channel != "closed" else ()
-            stages = () if source else (*aligned, "stage3")
-            add(arm, partial(self.arm, arm), spec.data, (source,) if source else shared[spec.data], *stages)
+        specs = {arm: arm_of(arm) for arm in e.arms}
+        kinds = {arm: ("base", "bare") if spec.channel == "closed" else ("base",) for arm, spec in specs.items()}
+        for kind, data in dict.fromkeys((kind, specs[arm].data) for arm in e.arms for kind in kinds[arm]):
+            work = self.prepare if kind == "base" else self.bare
+            add(f"{kind}_{data}", partial(work, data), data, (), "stage1")
+        for arm, spec in specs.items():
+            needs = tuple(f"{kind}_{spec.data}" for kind in kinds[arm])
+            stages = ("stage2", "stage3") if spec.stage2 and spec.channel != "closed" else ("stage3",)
+            if arm in DERIVED:
+                needs, stages = (DERIVED[arm],), ()
+            add(arm, partial(self.arm, arm), spec.data, needs, *stages)
         return made
-
-    # ---- trajectories and test episodes
 
     def task(self, data: str, blocks: tuple[int, ...] = ()) -> BlocksworldConfig:
         """The task as one of the two recipes trains it, or with other numbers of blocks."""
         return self.settings.recipe(data).task(self.settings.seed, blocks)
 
-    def _trajectories(self, data: str) -> list[PlanExample]:
+    def _trajectories(self, data: str) -> list[Any]:
         count = self.settings.train_problems
         return list(islice(examples(self.task(data), "train", count), count))
 
-    def own_prefixes(self, data: str) -> list[PlanExample]:
+    def own_prefixes(self, data: str) -> list[Any]:
         """Trajectories that E_base began, with its mistakes, and a shortest plan ended (none unless asked for).
 
         E_base plays them once, so all arms of a recipe train on the same rows.
         """
-        recipe = self.settings.recipe(data)
-        if not recipe.own_prefixes:
-            return []
-        each = -(-recipe.own_prefixes // len(recipe.budgets))
-        # Problems of another seed than the generated ones.
-        config = replace(self.task(data), seed=self.settings.seed + 1_000_003)
-        played = [one for budget in recipe.budgets for one in episodes(config, "train", each, perturbations=budget)]
+        played = self.settings.recipe(data).to_begin(self.settings.seed)
 
         def play() -> list[Any]:
-            ends = finish_episodes(_closed(self.base(data)).eval(), played, self.vocabulary, window=0)
+            ends = finish_episodes(attach(self.base(data), goal=CLOSED).eval(), played, self.vocabulary, window=0)
             return [end.actions for end in ends]
 
-        rows = once(self.directory / f"base_{data}" / "own_prefixes.json", play)
+        rows = once(self.directory / f"base_{data}" / "own_prefixes.json", play) if played else []
         prefixes = [[Action(name, tuple(blocks)) for name, blocks in row] for row in rows]
         return [relabel(episode.problem, prefix) for episode, prefix in zip(played, prefixes, strict=True)]
 
@@ -325,8 +284,6 @@ class PlanWork(Work[Planning]):
         config = partial(self.tested, data)
         return {(k, n): episodes(config(n), e.split, e.test_problems, perturbations=k) for k, n in wanted}
 
-    # ---- models
-
     def prepare(self, data: str) -> None:
         """E_base of a recipe, and its own prefixes."""
         self.base(data)
@@ -341,7 +298,7 @@ class PlanWork(Work[Planning]):
         return self._first(f"bare_{data}", self.settings.baseline, data)
 
     def _first(self, folder: str, shape: Backbone, data: str) -> AttachedLM:
-        model, states = _closed(self._fresh(shape)), self.settings.recipe(data).states
+        model, states = attach(self._fresh(shape), goal=CLOSED), self.settings.recipe(data).states
         module = PlanLM(model, steered=False, state_weight=self.settings.state_weight * states)
         self._train(folder, "stage1", module, data, prompt_scored=self.settings.prompt_scored, states=states)
         return model
@@ -370,8 +327,8 @@ class PlanWork(Work[Planning]):
             self.align(arm, model)
         model.channel.encoder.requires_grad_(e.train_encoder)
         module = PlanLM(model, state_weight=e.state_weight * spec.states).to(self.device)
-        rates = {"alpha": e.alpha_rate}
-        self._train(arm, "stage3", module, spec.data, rates=rates, windows=e.windows, states=spec.states)
+        rows = {"windows": e.windows, "states": spec.states}
+        self._train(arm, "stage3", module, spec.data, rates={"alpha": e.alpha_rate}, **rows)
         return model.eval(), [decoder, base, model.channel]
 
     def copy(self, lm: Any) -> Any:
@@ -396,27 +353,9 @@ class PlanWork(Work[Planning]):
 
     def align(self, arm: str, model: AttachedLM) -> None:
         """Stage 2."""
-        data = ARMS[arm].data
-        some = self.encoded(data, own=False)[:20_000]
-        goals = [list(text.goal_ids) for text in some]
-        pooled = pooled_states(model, goals)
-        if self.settings.recipe(data).standardise:
-            model.channel.encoder.calibrate(pooled)
-        align_goal(
-            model.channel.encoder,
-            pooled,
-            # CHOICE(LS-AR, 3.1): the trajectory is encoded by itself, as the goal is.
-            pooled_states(model, [list(text.target_ids) for text in some]),
-            goals,
-            self.vocabulary.size,
-            self.settings.stage2,
-            self.directory / arm / "stage2",
-            seed=self.settings.seed,
-            reconstruction_weight=0.0,
-            label=self.label(f"{arm} stage 2"),
-            resume=True,
-            tags={"arm": arm, "stage": "2"},
-        )
+        data, stage = ARMS[arm].data, self._stage(arm, "stage2")
+        texts, standardise = self.encoded(data, own=False), self.settings.recipe(data).standardise
+        align_plans(model, texts, self.vocabulary.size, standardise=standardise, loop=self.settings.stage2, **stage)
 
     def _fresh(self, shape: Backbone) -> Any:
         torch.manual_seed(self.settings.seed)
@@ -435,20 +374,13 @@ class PlanWork(Work[Planning]):
             texts = self.encoded(data, own=later)
             return PlanRows(texts, config, batch_size=loop.batch_size, steps=loop.steps, seed=seed + later)
 
-        train(
-            module,
-            made,
-            loop,
-            self.directory / arm / stage,
-            seed=seed,
-            collate=collate_plans,
-            label=self.label(f"{arm} stage {stage[-1]}"),
-            resume=True,
-            tags={"arm": arm, "stage": stage[-1]},
-            rates=rates,
-        )
+        train(module, made, loop, collate=collate_plans, rates=rates, **self._stage(arm, stage))
 
-    # ---- what is measured
+    def _stage(self, arm: str, stage: str) -> dict[str, Any]:
+        """Where a stage is, and what its training is told."""
+        label, tags = self.label(f"{arm} stage {stage[-1]}"), {"arm": arm, "stage": stage[-1]}
+        path, seed = self.directory / arm / stage, self.settings.seed
+        return {"directory": path, "seed": seed, "label": label, "tags": tags, "resume": True}
 
     def arm(self, arm: str) -> Measured:
         """Train an arm, or take the one that it is derived from, and play it; its rollouts are kept beside."""
@@ -459,12 +391,11 @@ class PlanWork(Work[Planning]):
             for window in e.windows:
                 where = {"K": k, "N": n, "W": window}
                 ends = finish_episodes(player, tests, self.vocabulary, window=window, goals=goals)
-                rows = [
-                    {**score_rollout(test, end)._asdict(), "actions": end.actions, "forced": end.forced}
-                    for test, end in zip(tests, ends, strict=True)
-                ]
+                scores = [score_rollout(test, end)._asdict() for test, end in zip(tests, ends, strict=True)]
+                played = [{"actions": end.actions, "forced": end.forced} for end in ends]
+                rows = [{**score, **plan} for score, plan in zip(scores, played, strict=True)]
                 write_whole(self.directory / arm / scores_file(where), json.dumps(rows))
-                reached = [float(row["success"]) for row in rows]
+                reached = [float(score["success"]) for score in scores]
                 outcomes.append(Outcome(arm=arm, metric="success", where=where, values=reached))
         if arm in DERIVED:
             return Measured(outcomes=outcomes)
@@ -502,43 +433,29 @@ class PlanWork(Work[Planning]):
             write_whole(self.directory / "trigger.json", json.dumps(cost))
 
     def pick_rollouts(self) -> None:
-        """rollouts.json: one perturbed problem that the baseline fails and the Dynamic arm solves, at the smallest W."""
+        """rollouts.json: a perturbed problem that the baseline fails and the Dynamic arm solves, at the smallest W."""
         e = self.settings
         place = {"K": min(1, max(e.perturbations)), "N": e.blocks, "W": min(filter(None, e.windows), default=0)}
-
-        def scores(arm: str) -> list[dict[str, Any]]:
-            path = self.directory / arm / scores_file(place)
-            return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
         for data, (ours, _, theirs, _) in reversed(COMPARED.items()):
-            good, bad = scores(ours), scores(theirs)
+            paths = [self.directory / arm / scores_file(place) for arm in (ours, theirs)]
+            good, bad = ([] if not path.exists() else json.loads(path.read_text(encoding="utf-8")) for path in paths)
             which = [i for i, (a, b) in enumerate(zip(good, bad, strict=False)) if a["success"] and not b["success"]]
-            if not which:
-                continue
-            # The one whose baseline gets furthest before it fails: there is something to see.
-            pick = max(which, key=lambda i: (len(bad[i]["actions"]), -len(good[i]["actions"])))
-            problem = self.tests(data)[place["K"], e.blocks][pick].problem
-            shown = ("actions", "forced", "success", "failure", "reason")
-            record = {
-                **place,
-                "names": problem.names,
-                "init": problem.init,
-                "goal": sorted([fact.predicate, fact.blocks] for fact in problem.goal),
-                "arms": {arm: {k: rows[pick][k] for k in shown} for arm, rows in ((theirs, bad), (ours, good))},
-            }
-            write_whole(self.directory / "rollouts.json", json.dumps(record))
-            return
+            if which:
+                # The one whose baseline gets furthest before it fails: there is something to see.
+                pick = max(which, key=lambda i: (len(bad[i]["actions"]), -len(good[i]["actions"])))
+                problem = self.tests(data)[place["K"], e.blocks][pick].problem
+                record = rollouts_record(problem, {theirs: bad[pick], ours: good[pick]}, place)
+                write_whole(self.directory / "rollouts.json", json.dumps(record))
+                return
 
     def notes(self, found: Found) -> list[str]:
         """How the numbers were made, and paired tests at K = 1."""
         notes = [
             "Closed loop: the model emits an action, the simulator executes it; K sub-optimal actions are forced at "
-            f"random steps, the same for every arm. An illegal action, `{END}` before the goal or too many steps is a "
-            "failure.",
+            "random steps, the same for every arm. An illegal action, `end` too early or too many steps is a failure.",
             "One model an arm serves every window: the window of a training row is drawn from those tested. "
             "Arms `whole texts only` train with everything in view.",
-            "The paper does not say at which window its table was made; its values stand at W = 0 (everything in "
-            "view).",
+            "The paper does not say at which window its table was made; its values stand at W = 0, everything in view.",
             "Arms `, our data` train and are tested on names drawn from a pool; compare them with each other only.",
         ]
         for first, *others in COMPARED.values():
@@ -553,10 +470,6 @@ class PlanWork(Work[Planning]):
 def arm_of(arm: str) -> PlanArm:
     """What an arm, or the one that it is derived from, trains."""
     return ARMS[DERIVED.get(arm, arm)]
-
-
-def _closed(lm: Any) -> AttachedLM:
-    return attach(lm, goal=GoalConfig(width=8))
 
 
 TABLES = [

@@ -1,8 +1,6 @@
-"""The report of LS-AR Table 3: success, one rollout in motion, where plans fail, the tracked vector. From files alone."""
+"""The report of LS-AR Table 3: success, a rollout in motion, where plans fail, the tracked vector. From files alone."""
 
 import math
-import statistics
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from sidestream.experiments.report.figures import DASHES, Line, arm_lines, lines
 from sidestream.experiments.report.page import TEMPLATES, Page, Section
 from sidestream.experiments.report.tables import conditions, pivot, span
 from sidestream.experiments.results import Entry
+from sidestream.tasks.blocksworld_loop import plan_outcomes
 from sidestream.tasks.blocksworld_picture import plan_lines, rollout_svg, standalone
 
 
@@ -42,10 +41,7 @@ def sections(page: Page, *, own: Collection[str]) -> Iterator[Section]:
     yield Section("Success under perturbations", page.figure("success", "Success over K", drawn, caption))
     over_n = [entry for entry in page.entries if entry.where["K"] == 0]
     if any(entry.where["N"] != fewest for entry in over_n):
-        drawn, caption = (
-            success_figure(page, own, "N", over_n),
-            "The same without perturbations, by the number of blocks.",
-        )
+        drawn, caption = success_figure(page, own, "N", over_n), "The same at K = 0, by the number of blocks N."
         yield Section("More blocks", page.figure("blocks", "Success over N", drawn, caption))
     yield from inside
 
@@ -54,11 +50,11 @@ def success_figure(page: Page, own: Collection[str], x: str, entries: Sequence[E
     """Goal success over condition `x`, K or N: a column of panels a window, a row the data an arm was trained on."""
     windows = sorted({entry.where["W"] for entry in entries}, key=lambda w: w or math.inf, reverse=True)
     arms, panels = {}, {}
-    for data, ours in (("the paper's", False), ("our", True)):
+    for data, ours in (("The paper's", False), ("Our", True)):
         chosen = [entry for entry in entries if (entry.arm in own) == ours]
         arms[ours] = list(dict.fromkeys(entry.arm for entry in chosen))
         for window in windows if chosen else ():
-            title = f"{conditions({'W': window})}; trained on {data} data"
+            title = f"{data} data, {conditions({'W': window})}"
             panels[title] = arm_lines([entry for entry in chosen if entry.where["W"] == window], page.looks)
 
     def place(entry: Entry) -> float:
@@ -101,11 +97,11 @@ def _vectors(page: Page, movements: Mapping[str, Any]) -> Section:
     left, right = panels.values()
     for arm, movement in movements.items():
         name, color, _ = page.looks[arm]
-        left.append(Line(name, color, _series(arm, movement, "distance")))
-        right.append(Line(name, color, _series(arm, movement, "perturbed_step")))
-        right.append(Line(f"{name}: unperturbed", color, _series(arm, movement, "plain_step"), DASHES))
+        left.append(Line(name, color, _band(movement, "distance")))
+        right.append(Line(name, color, _band(movement, "perturbed_step")))
+        right.append(Line(f"{name}: unperturbed", color, _band(movement, "plain_step"), DASHES))
     words = "triggers after that of the forced action"
-    figure = lines_figure(panels, "offset", xlabel=words, ylabel="", columns=2, sharey=False, legend=2)
+    figure = lines_figure(panels, "at", xlabel=words, ylabel="", columns=2, sharey=False, legend=2)
     for axis in figure.axes:
         axis.axvline(0, color="#c1121f", linestyle="--", linewidth=1.2, zorder=2)
         axis.set_ylim(bottom=0)
@@ -119,20 +115,19 @@ def _vectors(page: Page, movements: Mapping[str, Any]) -> Section:
         "are the same. Dotted: distance between different problems. Later triggers are reached by fewer plans; bands: "
         f"95% intervals over problems. Learned alpha: {alphas}."
     )
-    title = "How the tracked vector moves after a perturbation"
-    return Section(title.replace("tracked ", ""), page.figure("vectors", title, figure, caption))
+    title = "How the vector moves after a perturbation"
+    return Section(title, page.figure("vectors", title, figure, caption))
 
 
-def _series(arm: str, movement: Mapping[str, Any], name: str) -> list[Entry]:
-    columns = (movement["offset"], movement["n"], *(movement[name][part] for part in ("mean", "low", "high")))
-    return [
-        _entry(arm, name, {"offset": offset}, mean, n=n, ci=(low, high))
-        for offset, n, mean, low, high in zip(*columns, strict=True)
-    ]
+def _points(at: Sequence[float], values: Sequence[float], low: Sequence[float] = (), high: Sequence[float] = ()) -> Any:
+    """A line's entries: bare numbers at their places, with intervals where there are any."""
+    bands = list(zip(low, high, strict=True)) or [None] * len(at)
+    bare: dict[str, Any] = dict(arm="", metric="", spread=None, n=1, paper=None, share=False)
+    return [Entry(where={"at": x}, value=y, ci=band, **bare) for x, y, band in zip(at, values, bands, strict=True)]
 
 
-def _entry(arm: str, metric: str, where: dict[str, Any], value: float, *, n: int, ci: Any = None) -> Entry:
-    return Entry(arm=arm, where=where, metric=metric, value=value, spread=None, ci=ci, n=n, paper=None, share=False)
+def _band(movement: Mapping[str, Any], name: str) -> Any:
+    return _points(movement["offset"], *(movement[name][part] for part in ("mean", "low", "high")))
 
 
 def _trigger(page: Page, cost: Mapping[str, Any]) -> Section:
@@ -145,11 +140,10 @@ def _trigger(page: Page, cost: Mapping[str, Any]) -> Section:
     for way, (label, color) in ways.items():
         if cost.get(way) is not None:
             took = [1000 * seconds for seconds in cost[way]]
-            points = zip(cost["places"], took, strict=True)
-            entries = [_entry(way, "ms", {"place": at}, value, n=cost["repeats"]) for at, value in points]
-            lines.append(Line(f"{label}: {', '.join(f'{value:.3g}' for value in took)} ms", color, entries))
-    words = {"xlabel": "tokens of text up to the trigger (log scale)", "ylabel": "milliseconds (log scale)"}
-    figure = lines_figure({"": lines}, "place", **words, legend=1)
+            said = f"{label}: {', '.join(f'{value:.3g}' for value in took)} ms"
+            lines.append(Line(said, color, _points(cost["places"], took)))
+    words = "tokens of text up to the trigger (log scale)"
+    figure = lines_figure({"": lines}, "at", xlabel=words, ylabel="milliseconds (log scale)", legend=1)
     figure.set_size_inches(7.2, 4.2)
     axis = figure.axes[0]
     axis.set(xscale="log", yscale="log")
@@ -174,14 +168,21 @@ OUTCOMES = {
 }
 """What becomes of a plan: its words and its colour. The kinds of failure are those of `PlanScore`."""
 FAILURES = """{% from "macros.html" import swatch -%}
-<p class="legend">{% for words, color in outcomes.values() %}<i style="background:{{ color }}"></i>{{ words }}{% endfor %}</p>
+<p class="legend">{% for words, color in outcomes.values() -%}
+<i style="background:{{ color }}"></i>{{ words }}{% endfor %}</p>
 <div class="wide"><table><thead><tr><th></th>
 {%- for head, under in heads %}<th>{{ head }}<small>{{ under }}</small></th>{% endfor %}</tr></thead>
 {%- for look, rest, cells in rows %}<tr><th>{{ swatch(look) }}<small>{{ rest }}</small></th>
 {%- for cell in cells %}<td>{% for found in cell %}<span class="bar">
 {%- for kind, share in found.shares.items() -%}
 <i style="width:{{ "%.1f" | format(100 * share) }}%;background:{{ outcomes[kind][1] }}"></i>
-{%- endfor %}</span>{% for text in found.said %}<small>{{ text }}</small>{% endfor %}{% endfor %}</td>{% endfor %}</tr>
+{%- endfor %}</span>
+{%- if found.over is not none %}<small>{{ "+%.1f (%.1f)" | format(found.over, found.excess) }}</small>{% endif %}
+{%- if found.shares.solved < 1 %}<small>{% for kind, share in found.shares.items() if kind != "solved" -%}
+{{ "%.0f" | format(100 * share / (1 - found.shares.solved)) }}{{ " / " if not loop.last }}{% endfor %}</small>
+{%- endif %}
+{%- if found.first_illegal is not none %}<small>illegal at {{ "%g" | format(found.first_illegal + 1) }}</small>
+{%- endif %}{% endfor %}</td>{% endfor %}</tr>
 {%- endfor %}</table></div><p class="soft">Bars: shares of all problems. Below: mean actions beyond the optimal length
 where solved, in brackets the model's own waste among them; the share of each kind among failures in percent, in the
 order of the legend; the median step (from 1) of the first illegal action.</p>"""
@@ -200,33 +201,3 @@ def _failures(page: Page) -> list[Section]:
     heads = [table.title(column) for column in table.columns]
     drawn = TEMPLATES.from_string(FAILURES).render(outcomes=OUTCOMES, heads=heads, rows=rows)
     return [Section("Where plans fail", Markup(drawn))] if rows else []
-
-
-def plan_outcomes(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What became of a cell's plans, from `PlanScore` rows.
-
-    Returns:
-        `shares`, outcome -> share of all plans; `said`, where there is something to average: means of `over` and
-        `excess` among solved plans, the share of each kind among failures, the median step of illegal ones.
-
-    Raises:
-        ValueError: no scores, or a failure of unknown kind.
-    """
-    counts = Counter("solved" if score["success"] else score["failure"] for score in scores)
-    unknown = [kind for kind in counts if kind not in OUTCOMES]
-    if unknown or not scores:
-        raise ValueError(f"unknown failure {unknown[0]!r}" if unknown else "no scores")
-    solved = [score for score in scores if score["success"]]
-    illegal, failed = (
-        [score["failed_at"] for score in scores if score["failure"] == "illegal"],
-        len(scores) - len(solved),
-    )
-    said = []
-    if solved:
-        over, excess = (statistics.mean(score[name] for score in solved) for name in ("over", "excess"))
-        said.append(f"+{over:.1f} ({excess:.1f})")
-    if failed:
-        said.append(" / ".join(f"{100 * counts[kind] / failed:.0f}" for kind in OUTCOMES if kind != "solved"))
-    if illegal:
-        said.append(f"illegal at {statistics.median(illegal) + 1:g}")
-    return {"shares": {kind: counts[kind] / len(scores) for kind in OUTCOMES}, "said": said}
