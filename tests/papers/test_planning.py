@@ -18,7 +18,7 @@ from sidestream.experiments.run import run
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.backbones import Backbone
 from sidestream.lm.text import WordVocabulary
-from sidestream.papers.lsar.planning import published, table3
+from sidestream.papers.lsar.planning import PlanWork, published, table3
 from sidestream.tasks.blocksworld import TABLE, Fact, Problem, optimal_length, satisfies, trace
 from sidestream.tasks.blocksworld_data import (
     TRIGGER,
@@ -338,6 +338,30 @@ def test_solve_keeps_the_shortest_plan_and_says_what_is_wrong(smoke: Path) -> No
         solve(smoke, problems, arm="dynamic")
     with pytest.raises(ValueError, match="holds no run of lsar.table3"):
         solve(smoke / "static", problems, arm="static")
+
+
+def test_an_arm_needs_what_it_starts_from(tmp_path: Path) -> None:
+    jobs = {job.name: job for job in PlanWork(table3("smoke"), tmp_path).jobs()}
+    shared = ["base_faithful", "bare_faithful", "base_ours", "bare_ours"]
+    assert list(jobs) == [*shared, *table3("smoke").arms]
+    assert jobs["baseline_pool"].needs == ("base_ours", "bare_ours") and jobs["static"].needs == ("base_faithful",)
+    assert jobs["alpha_zero"].needs == ("static",) and not jobs["alpha_zero"].stages
+    stages = {arm: [path.name for path in jobs[arm].stages] for arm in ("baseline", "dynamic", "dynamic_no_stage2")}
+    assert stages == {"baseline": ["stage3"], "dynamic": ["stage2", "stage3"], "dynamic_no_stage2": ["stage3"]}
+    without = PlanWork(replace(table3("smoke"), arms=("static",)), tmp_path).jobs()
+    assert [job.name for job in without] == ["base_faithful", "static"], "no baseline, no stage 1 for it"
+
+
+def test_what_cannot_be_run_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    for changed, said in (
+        ({"arms": ("random_film", "dynamic")}, "evaluates the weights of 'static'; add that arm"),
+        ({"arms": ("statik",)}, "arms names the unknown 'statik'"),
+        ({"windows": (16, 16)}, "windows is .16, 16."),
+        ({"more_blocks": (40,)}, "blocks must be numbers from 2 to"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            run(replace(table3("smoke"), **changed), tmp_path / "run")
+        assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_paper_values() -> None:

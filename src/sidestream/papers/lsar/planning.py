@@ -92,8 +92,6 @@ OURS = PlanData(
     standardise=True,
     states=True,
 )
-
-
 COMPARED = {
     "faithful": ("dynamic", "static", "baseline", "baseline_whole"),
     "ours": ("dynamic_state", "static_pool", "baseline_pool", "baseline_pool_whole"),
@@ -214,7 +212,7 @@ class PlanWork(Work[Planning]):
         super().__init__(settings, directory, show=show)
         self.vocabulary = WordVocabulary(WORDS)
         self.trajectories, self.encoded = cache(self._trajectories), cache(self._encoded)
-        self.tests = cache(self._tests)
+        self.episodes = cache(self._episodes)
 
     def check(self) -> None:
         """Numbers of blocks that no problem can have."""
@@ -277,7 +275,7 @@ class PlanWork(Work[Planning]):
         """The task as it is tested: the same problems for every K, window and seed, and for all arms of a recipe."""
         return replace(self.task(data, (blocks,)), seed=0, goals="full")
 
-    def _tests(self, data: str) -> dict[tuple[int, int], list[Episode]]:
+    def _episodes(self, data: str) -> dict[tuple[int, int], list[Episode]]:
         """(K, N) -> its episodes."""
         e = self.settings
         wanted = [(k, e.blocks) for k in e.perturbations] + [(0, n) for n in e.more_blocks]
@@ -319,16 +317,14 @@ class PlanWork(Work[Planning]):
     def steered(self, arm: str) -> tuple[AttachedLM, list[Any]]:
         """LS-AR: E_pred aligned (unless the arm is without stage 2), then decoder, FiLM and tracker."""
         e, spec = self.settings, ARMS[arm]
-        base = self.base(spec.data)
-        decoder = self.copy(base)
+        decoder = self.copy(base := self.base(spec.data))
         model = self.attach(decoder, base, dynamic=spec.channel == "dynamic", update=spec.update)
         # Stage 3's weights hold E_pred as well; stage 2 is needed only on the way to them.
         if spec.stage2 and not (self.directory / arm / "stage3" / FINAL).exists():
             self.align(arm, model)
         model.channel.encoder.requires_grad_(e.train_encoder)
         module = PlanLM(model, state_weight=e.state_weight * spec.states).to(self.device)
-        rows = {"windows": e.windows, "states": spec.states}
-        self._train(arm, "stage3", module, spec.data, rates={"alpha": e.alpha_rate}, **rows)
+        self._train(arm, "stage3", module, spec.data, {"alpha": e.alpha_rate}, windows=e.windows, states=spec.states)
         return model.eval(), [decoder, base, model.channel]
 
     def copy(self, lm: Any) -> Any:
@@ -359,11 +355,10 @@ class PlanWork(Work[Planning]):
 
     def _fresh(self, shape: Backbone) -> Any:
         torch.manual_seed(self.settings.seed)
-        size = {"vocabulary": self.vocabulary.size, "window": self.settings.positions}
-        model: Any = shape.build(**size, pad_id=self.vocabulary.pad_id)
-        return model.to(self.device)
+        words, window = self.vocabulary, self.settings.positions
+        return shape.build(vocabulary=words.size, window=window, pad_id=words.pad_id).to(self.device)
 
-    def _train(self, arm: str, stage: str, module: PlanLM, data: str, *, rates: Any = None, **rows: Any) -> None:
+    def _train(self, arm: str, stage: str, module: PlanLM, data: str, rates: Any = None, **rows: Any) -> None:
         """`rows`: fields of `PlanRowConfig`."""
         seed, loop = self.settings.seed, self.settings.loop(stage, data)
         config = PlanRowConfig(mistakes_scored=self.settings.recipe(data).mistakes_scored, **rows)
@@ -386,7 +381,7 @@ class PlanWork(Work[Planning]):
         """Train an arm, or take the one that it is derived from, and play it; its rollouts are kept beside."""
         e, source, outcomes = self.settings, DERIVED.get(arm, arm), []
         model, modules = self.load(source)
-        for (k, n), tests in self.tests(ARMS[source].data).items():
+        for (k, n), tests in self.episodes(ARMS[source].data).items():
             player, goals = self.player(arm, model, tests)
             for window in e.windows:
                 where = {"K": k, "N": n, "W": window}
@@ -443,7 +438,7 @@ class PlanWork(Work[Planning]):
             if which:
                 # The one whose baseline gets furthest before it fails: there is something to see.
                 pick = max(which, key=lambda i: (len(bad[i]["actions"]), -len(good[i]["actions"])))
-                problem = self.tests(data)[place["K"], e.blocks][pick].problem
+                problem = self.episodes(data)[place["K"], e.blocks][pick].problem
                 record = rollouts_record(problem, {theirs: bad[pick], ours: good[pick]}, place)
                 write_whole(self.directory / "rollouts.json", json.dumps(record))
                 return
