@@ -8,8 +8,9 @@ import pytest
 
 from sidestream import cli
 from sidestream.commands.solve import plan_files
-from sidestream.papers.planning import table3
-from sidestream.papers.planning_run import run_table3
+from sidestream.experiments import run as kernel
+from sidestream.experiments.engine import LocalEngine
+from sidestream.papers.lsar.planning import table3
 
 DATA = Path(__file__).parent / "data" / "blocksworld"
 ROWS = [json.loads(line) for line in (DATA / "optimal.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -23,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experiment = replace(
         table3("smoke"), arms=("dynamic_state",), perturbations=(0,), more_blocks=(), windows=(0,), test_problems=2
     )
-    run_table3(experiment, directory, command="sidestream run lsar.table3", jobs=1)
+    kernel.run(experiment, directory, command="sidestream run lsar.table3", engine=LocalEngine(1))
     return directory
 
 

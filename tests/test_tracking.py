@@ -19,11 +19,19 @@ from sidestream.evaluation.tracking import movement_pairs, trigger_cost, vector_
 from sidestream.experiments.report.page import write_report
 from sidestream.experiments.table import load
 from sidestream.lm.texts.text import WordVocabulary
-from sidestream.papers.planning_pictures import FRAME, HEIGHT, RAIL, REST, plan_lines, rollout_svg, standalone
-from sidestream.papers.planning_report import plan_outcomes
 from sidestream.tasks.blocksworld import HELD, TABLE, optimal_length, ranked_actions, trace
 from sidestream.tasks.blocksworld_data import TRIGGER, WORDS, BlocksworldConfig
-from sidestream.tasks.blocksworld_loop import Episode, Rollout, emit, episodes, forced_action, perturb, start
+from sidestream.tasks.blocksworld_loop import (
+    Episode,
+    Rollout,
+    emit,
+    episodes,
+    forced_action,
+    perturb,
+    plan_outcomes,
+    start,
+)
+from sidestream.tasks.blocksworld_picture import FRAME, HEIGHT, RAIL, REST, plan_lines, rollout_svg, standalone
 
 VOCABULARY = WordVocabulary(WORDS)
 CONFIG = BlocksworldConfig(blocks=(4,))

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from sidestream.channels import GoalConfig, LatentState
+from sidestream.commands.solve import finished, solve
+from sidestream.evaluation.attacks_vector import noise_like
 from sidestream.evaluation.planning import finish_episodes, run_episodes
+from sidestream.experiments.engine import LocalEngine
+from sidestream.experiments.run import run
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.models.backbones import Backbone
 from sidestream.lm.texts.text import WordVocabulary
-from sidestream.papers.planning import ARMS, paper_table3, table3
-from sidestream.papers.planning_models import finished, solve
-from sidestream.papers.planning_pictures import OWN_DATA
-from sidestream.papers.planning_run import noise_like, run_table3
+from sidestream.papers.lsar.planning import PlanWork, published, table3
 from sidestream.tasks.blocksworld import TABLE, Fact, Problem, optimal_length, satisfies, trace
 from sidestream.tasks.blocksworld_data import (
     TRIGGER,
@@ -245,11 +246,13 @@ def test_noise_changes_the_terms() -> None:
 @pytest.mark.slow
 def test_table3_smoke_has_every_cell(tmp_path: Path) -> None:
     experiment = table3("smoke")
-    results = run_table3(experiment, tmp_path / "run", command="sidestream run lsar.table3 --scale smoke", jobs=1)
+    results = run(
+        experiment, tmp_path / "run", command="sidestream run lsar.table3 --scale smoke", engine=LocalEngine(1)
+    )
     places = len(experiment.perturbations) + len(experiment.more_blocks)
     assert len(results["cells"]) == len(experiment.arms) * places * len(experiment.windows)
     assert all(cell["n"] == experiment.test_problems for cell in results["cells"])
-    again = run_table3(experiment, tmp_path / "run", command="again", resume=True, jobs=1)
+    again = run(experiment, tmp_path / "run", command="again", resume=True, engine=LocalEngine(1))
     assert again == results
 
 
@@ -284,7 +287,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two arms."""
     directory = tmp_path_factory.mktemp("table3") / "run"
     experiment = replace(table3("smoke"), arms=("static", "alpha_zero", "dynamic_state"), windows=(0, 16))
-    run_table3(experiment, directory, command="sidestream run lsar.table3 --scale smoke", jobs=1)
+    run(experiment, directory, command="sidestream run lsar.table3 --scale smoke", engine=LocalEngine(1))
     return directory
 
 
@@ -299,12 +302,12 @@ def test_alpha_zero_plays_as_static(smoke: Path) -> None:
 def test_own_prefixes_are_the_base_models_and_end_at_the_goal(smoke: Path) -> None:
     models = finished(smoke, "dynamic_state")
     own = models.own_prefixes("ours")
-    assert len(own) >= models.experiment.ours.own_prefixes and models.own_prefixes("faithful") == []
+    assert len(own) >= models.settings.ours.own_prefixes and models.own_prefixes("faithful") == []
     assert any(example.suboptimal for example in own)
     for example in own:
         assert satisfies(trace(example.problem.init, example.actions)[-1], example.problem.goal)
         assert split_of(example.problem, "pool") == "train"
-    assert len(models.encoded("ours", own=True)) == models.experiment.train_problems + len(own)
+    assert len(models.encoded("ours", own=True)) == models.settings.train_problems + len(own)
 
 
 @pytest.mark.slow
@@ -337,15 +340,35 @@ def test_solve_keeps_the_shortest_plan_and_says_what_is_wrong(smoke: Path) -> No
         solve(smoke / "static", problems, arm="static")
 
 
-def test_pictures_know_which_arms_share_our_data() -> None:
-    assert set(OWN_DATA) == {arm for arm, spec in ARMS.items() if spec.data == "ours"}
+def test_an_arm_needs_what_it_starts_from(tmp_path: Path) -> None:
+    jobs = {job.name: job for job in PlanWork(table3("smoke"), tmp_path).jobs()}
+    shared = ["base_faithful", "bare_faithful", "base_ours", "bare_ours"]
+    assert list(jobs) == [*shared, *table3("smoke").arms]
+    assert jobs["baseline_pool"].needs == ("base_ours", "bare_ours") and jobs["static"].needs == ("base_faithful",)
+    assert jobs["alpha_zero"].needs == ("static",) and not jobs["alpha_zero"].stages
+    stages = {arm: [path.name for path in jobs[arm].stages] for arm in ("baseline", "dynamic", "dynamic_no_stage2")}
+    assert stages == {"baseline": ["stage3"], "dynamic": ["stage2", "stage3"], "dynamic_no_stage2": ["stage3"]}
+    without = PlanWork(replace(table3("smoke"), arms=("static",)), tmp_path).jobs()
+    assert [job.name for job in without] == ["base_faithful", "static"], "no baseline, no stage 1 for it"
+
+
+def test_what_cannot_be_run_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    for changed, said in (
+        ({"arms": ("random_film", "dynamic")}, "evaluates the weights of 'static'; add that arm"),
+        ({"arms": ("statik",)}, "arms names the unknown 'statik'"),
+        ({"windows": (16, 16)}, "windows is .16, 16."),
+        ({"more_blocks": (40,)}, "blocks must be numbers from 2 to"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            run(replace(table3("smoke"), **changed), tmp_path / "run")
+        assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_paper_values() -> None:
-    assert paper_table3("dynamic", {"K": 1, "N": 5, "W": 0}) == 0.89
-    assert paper_table3("static", {"K": 0, "N": 6, "W": 0}) == 0.0
-    assert paper_table3("dynamic", {"K": 1, "N": 5, "W": 16}) is None
-    assert paper_table3("random_film", {"K": 1, "N": 5, "W": 0}) is None
+    assert published("dynamic", "success", {"K": 1, "N": 5, "W": 0}) == 0.89
+    assert published("static", "success", {"K": 0, "N": 6, "W": 0}) == 0.0
+    assert published("dynamic", "success", {"K": 1, "N": 5, "W": 16}) is None
+    assert published("random_film", "success", {"K": 1, "N": 5, "W": 0}) is None
 
 
 def test_rotary_decoders_are_played_with_a_strict_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os.path
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sidestream.commands.options import Options, command_parser, parsed
+from sidestream.tasks.blocksworld import Action, Problem
+from sidestream.tasks.blocksworld_loop import PlanScore
 from sidestream.tasks.pddl import SPELLING, included_domain, read_domain, read_problem, write_plan
+
+if TYPE_CHECKING:
+    from sidestream.papers.lsar.planning import PlanWork
 
 USAGE = "sidestream solve FILE... [--run DIR] [--arm ARM] [--tries N] [--out DIR] [--domain FILE]"
 ABOUT = """Plans for PDDL Blocksworld problems (4 operators), each written beside its problem as FILE.soln. With --out
@@ -44,8 +50,6 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
     domains = [domain or included_domain(path) for path in paths]
     targets = plan_files(paths, given.out)
 
-    from sidestream.papers.planning_models import solve
-
     solved = 0
     results = solve(Path(given.run), problems, arm=given.arm, window=given.window, tries=given.tries)
     for path, problem, known, target, (score, actions) in zip(paths, problems, domains, targets, results, strict=True):
@@ -61,6 +65,43 @@ def run(words: list[str], parser_class: Any, add_fields: Any) -> int:
         print(f"{path}: {score.steps} steps, {score.over} over the shortest -> {target}")
     print(f"{solved} of {len(paths)} solved")
     return 0 if solved == len(paths) else 1
+
+
+def solve(
+    directory: Path, problems: Sequence[Problem], *, arm: str, window: int = 0, tries: int = 1
+) -> list[tuple[PlanScore, tuple[Action, ...]]]:
+    """Plans of an arm of a finished run (`evaluation.planning.best_plans`).
+
+    Raises:
+        ValueError: the directory holds no finished run of that arm, or a problem has more blocks than there are names.
+    """
+    from sidestream.evaluation.planning import best_plans
+    from sidestream.papers.lsar.planning import ARMS
+
+    work = finished(directory, arm)
+    model, _ = work.load(arm)
+    steered, full = ARMS[arm].channel != "closed", work.settings.recipe(ARMS[arm].data).goals == "full"
+    return best_plans(model, problems, work.vocabulary, steered=steered, full=full, window=window, tries=tries)
+
+
+def finished(directory: Path, arm: str) -> PlanWork:
+    """A run directory that holds this arm's weights.
+
+    Raises:
+        ValueError: the directory holds no run of Table 3, or not this arm.
+    """
+    from sidestream.experiments.settings import from_json
+    from sidestream.papers.lsar.planning import ARMS, Planning, PlanWork
+    from sidestream.training.loop import FINAL
+
+    path = directory / "experiment.json"
+    if not path.exists():
+        raise ValueError(f"{directory} holds no run of lsar.table3; train one with `sidestream run lsar.table3`")
+    settings = from_json(Planning, json.loads(path.read_text(encoding="utf-8")))
+    there = [name for name in ARMS if (directory / name / "stage3" / FINAL).exists()]
+    if arm not in there:
+        raise ValueError(f"{directory} holds no finished arm {arm!r}; it has {', '.join(there) or 'none'}")
+    return PlanWork(settings, directory, show=False)
 
 
 def plan_files(paths: Sequence[Path], out: str | None) -> list[Path]:

@@ -111,6 +111,13 @@ def swap_order(count: int, seed: int) -> list[int]:
     return [after[row] for row in range(count)]
 
 
+def noise_like(vectors: Tensor, seed: int) -> Tensor:
+    """Gaussian noise with the mean and deviation of these vectors, (B, G), in each dimension: LS-AR's Random FiLM."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(vectors.shape, generator=generator).to(vectors)
+    return vectors.mean(dim=0) + vectors.std(dim=0) * noise
+
+
 def random_directions(
     objective: Objective, texts: Texts, vectors: Tensor, *, radius: float, tries: int = 1, seed: int = 0
 ) -> VectorAttack:

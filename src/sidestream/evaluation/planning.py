@@ -11,15 +11,17 @@ from sidestream.channels import LatentState
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.decoding.cache import LatentCache, Window
 from sidestream.lm.texts.text import WordVocabulary
-from sidestream.tasks.blocksworld import legal_actions
-from sidestream.tasks.blocksworld_data import END, TRIGGER, action_text
+from sidestream.tasks.blocksworld import Action, Problem, legal_actions, satisfies, trace
+from sidestream.tasks.blocksworld_data import END, TRIGGER, action_text, on_table, plan_text, standard_names
 from sidestream.tasks.blocksworld_loop import (
     Episode,
     PlanScore,
     Rollout,
     emit,
     forced_action,
+    make_episode,
     perturb,
+    score_plan,
     score_rollout,
     start,
 )
@@ -82,6 +84,51 @@ def run_episodes(
     """Score a model's closed-loop plans; the arguments are those of `finish_episodes`."""
     ends = finish_episodes(model, episodes, vocabulary, window=window, goals=goals, batch_size=batch_size)
     return [score_rollout(episode, end) for episode, end in zip(episodes, ends, strict=True)]
+
+
+def best_plans(
+    model: AttachedLM,
+    problems: Sequence[Problem],
+    vocabulary: WordVocabulary,
+    *,
+    steered: bool,
+    full: bool,
+    window: int = 0,
+    tries: int = 1,
+) -> list[tuple[PlanScore, tuple[Action, ...]]]:
+    """Plans for problems from elsewhere, in closed loop without perturbations.
+
+    Args:
+        model: an attached model trained on plans.
+        problems: blocks are renamed to the vocabulary's names; actions hold block numbers, so they fit the originals.
+        steered: False leaves the channel closed.
+        full: the model knows full goals only, so it is asked to put on the table what a goal puts nowhere.
+        window: W; 0 for everything in view.
+        tries: rollouts a problem. The first is greedy; further ones are drawn at temperature 1 from the words that
+            spell legal actions, and the shortest plan that reaches the goal is kept.
+
+    Raises:
+        ValueError: a problem has more blocks than there are names.
+    """
+    asked = [standard_names(problem) for problem in problems]
+    tests = [make_episode(on_table(problem) if full else problem, perturbations=0, seed=0) for problem in asked]
+    best: list[tuple[PlanScore, tuple[Action, ...]] | None] = [None] * len(tests)
+    for attempt in range(tries):
+        goals = model.encode_goal([vocabulary.encode(test.prompt) for test in tests]) if steered else None
+        draw = torch.Generator().manual_seed(attempt) if attempt else None
+        ends = finish_episodes(model, tests, vocabulary, window=window, goals=goals, draw=draw)
+        for place, (problem, test, end) in enumerate(zip(asked, tests, ends, strict=True)):
+            states = trace(problem.init, end.actions)
+            # What was asked may hold before the full goal does, or before a mistake.
+            steps = next((i for i, state in enumerate(states) if satisfies(state, problem.goal)), None)
+            actions = end.actions[:steps]
+            score = score_rollout(test, end)
+            if steps is not None:
+                score = score_plan(problem, plan_text(actions, problem.names).split())
+            held = best[place]
+            if held is None or (score.success and (not held[0].success or score.steps < held[0].steps)):
+                best[place] = (score, actions)
+    return [found for found in best if found is not None]
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sidestream.lm.models.backbones import Backbone
-from sidestream.papers.planning import PlanData
 from sidestream.training.loop import LoopConfig
+from sidestream.training.planning import PlanData
 
 Scale = Literal["smoke", "cpu", "paper"]
 Task = Literal["treasure", "blocksworld"]

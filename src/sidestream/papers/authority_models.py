@@ -18,8 +18,7 @@ from sidestream.evaluation.attacks_text import OVERRIDES, PLACES, insert
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.texts.text import Vocabulary
 from sidestream.papers.authority import Table5, Trained
-from sidestream.papers.planning import Table3
-from sidestream.papers.planning_models import PlanModels
+from sidestream.papers.lsar.planning import Planning, PlanWork
 from sidestream.tasks import treasure
 from sidestream.tasks.base import Example
 from sidestream.tasks.blocksworld import Problem, satisfies, state_goal, state_graph
@@ -258,12 +257,12 @@ def sentence_ends(vocabulary: Vocabulary) -> set[int]:
     return {token for mark in ".?!" for token in vocabulary.encode(mark)}
 
 
-class AuthorityPlans(PlanModels):
+class AuthorityPlans(PlanWork):
     """Blocksworld of Table 5: Table 3's stages with the goal's text blanked in some rows of stage 3."""
 
     def __init__(self, experiment: Table5, directory: Path, *, show: bool = True) -> None:
         plans = experiment.blocksworld
-        settings = Table3(
+        settings = Planning(
             scale=experiment.scale,
             seed=experiment.seed,
             arms=("baseline", "static"),
@@ -301,20 +300,20 @@ class AuthorityPlans(PlanModels):
         pairs = []
         for init in states:
             asked = [Problem(names=names, init=init, goal=state_goal(state)) for state in states]
-            split = self.experiment.split
+            split = self.settings.split
             own = [p for p in asked if not satisfies(init, p.goal) and split_of(p, "fixed") == split]
             pairs += [(a, b) for a in own for b in own if a is not b]
         random.Random("authority").shuffle(pairs)
         if len(pairs) < self.plans.test_problems:
             raise ValueError(
                 f"blocksworld.test_problems is {self.plans.test_problems}, and N = {self.plans.blocks} has "
-                f"{len(pairs)} pairs of {self.experiment.split} problems; use fewer, or more blocks"
+                f"{len(pairs)} pairs of {self.settings.split} problems; use fewer, or more blocks"
             )
         return pairs[: self.plans.test_problems]
 
     def prepare(self) -> None:
         """What the arms share."""
-        self._align("static", self.attach(self.copy(self.base("faithful")), self.base("faithful"), dynamic=False))
+        self.align("static", self.attach(self.copy(self.base("faithful")), self.base("faithful"), dynamic=False))
 
     def trained(self, trained: Trained) -> tuple[AttachedLM, list[Any]]:
         """A model, trained as far as the directory lacks it, and the modules whose parameters count."""
@@ -325,9 +324,9 @@ class AuthorityPlans(PlanModels):
         model = self.attach(decoder, base, dynamic=False)
         path = self.directory.parent / trained.name / "stage3"
         if not (path / FINAL).exists():
-            self._align("static", model)
+            self.align("static", model)
         model.channel.encoder.requires_grad_(self.plans.train_encoder)
-        module, loop, seed = PlanLM(model).to(self.device), self.plans.stage3, self.experiment.seed
+        module, loop, seed = PlanLM(model).to(self.device), self.plans.stage3, self.settings.seed
 
         def rows() -> MaskedPlans:
             marks = tuple(self.vocabulary.encode(f"{GOAL} {PLAN}"))
@@ -352,7 +351,7 @@ class AuthorityPlans(PlanModels):
     def attach(self, decoder: Any, base: Any, *, dynamic: bool, update: Any = "add") -> AttachedLM:
         """A fresh static channel that pools where `PlanSettings.pool_layer` says."""
         assert not dynamic
-        torch.manual_seed(self.experiment.seed)
+        torch.manual_seed(self.settings.seed)
         settings = {"pool_layer": self.plans.pool_layer, "encoder_hidden": self.plans.predictor_hidden}
         return attach(decoder, goal=GoalConfig(width=self.plans.goal_width, **settings), encoder=base)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sidestream.channels import LatentState
+from sidestream.evaluation.attacks_vector import noise_like
 from sidestream.evaluation.planning import run_episodes
 from sidestream.evaluation.stats import wilson
 from sidestream.experiments.results import load_results
@@ -24,7 +25,6 @@ from sidestream.papers.authority import CONDITIONS, METRICS, UTILITY, Table5, Tr
 from sidestream.papers.authority_models import AuthorityPlans, HuntModels, blank_goal
 from sidestream.papers.experiment import open_run, record_call, write_results, write_whole
 from sidestream.papers.names import arm_name
-from sidestream.papers.planning_run import noise_like
 from sidestream.papers.workers import default_jobs, run_arms
 from sidestream.tasks import treasure
 from sidestream.tasks.blocksworld import Problem

@@ -12,22 +12,15 @@ from markupsafe import Markup
 from sidestream.experiments.report.page import Page, Section
 from sidestream.experiments.results import Entry
 from sidestream.experiments.table import Look, Metric, Table
-from sidestream.papers import audit_pictures, planning_report
+from sidestream.papers import audit_pictures
 from sidestream.papers.audit import HELP, audit
 from sidestream.papers.audit_run import run_audit
 from sidestream.papers.authority import table5
 from sidestream.papers.authority_run import run_table5
 from sidestream.papers.lsar import training_flops
-from sidestream.papers.planning import table3
-from sidestream.papers.planning_run import run_table3
+from sidestream.papers.lsar.planning import table3
 
 LISTED = {
-    "lsar.table3": {
-        "title": "Blocksworld: goals reached after K perturbations, N blocks, W tokens in view (LS-AR Table 3)",
-        "smoke": "under a minute on 2 CPU cores",
-        "cpu": "about two hours on 2 CPU cores",
-        "paper": "hours on one GPU; weeks without",
-    },
     "lsar.table5": {
         "title": "Text says goal A, vector goal B: whose is reached, over the share of masked text (LS-AR Table 5)",
         "smoke": "under a minute on 2 CPU cores",
@@ -78,22 +71,6 @@ def _authority_sections(page: Page) -> Iterator[Section]:
         yield Section(Markup(title), Markup(body))
 
 
-TABLE3 = {
-    "baseline": Look("AR baseline", "#7a7a7a", dashed=False),
-    "static": Look("LS-AR Static", "#0072b2", dashed=False),
-    "dynamic": Look("LS-AR Dynamic", "#009e73", dashed=False),
-    "baseline_whole": Look("AR baseline, whole texts only", "", dashed=False),
-    "dynamic_no_stage2": Look("LS-AR Dynamic, no stage 2", "#e69f00", dashed=False),
-    "alpha_zero": Look("LS-AR Dynamic, alpha frozen at 0", "#56b4e9", dashed=False),
-    "random_film": Look("Random FiLM (Static)", "#cc79a7", dashed=False),
-    "random_film_dynamic": Look("Random FiLM (Dynamic)", "#882255", dashed=False),
-    "baseline_pool": Look("AR baseline, our data", "#7a7a7a", dashed=True),
-    "baseline_pool_whole": Look("AR baseline, our data, whole texts only", "", dashed=False),
-    "static_pool": Look("LS-AR Static, our data", "#0072b2", dashed=True),
-    "dynamic_pool": Look("LS-AR Dynamic, our data", "#009e73", dashed=True),
-    "dynamic_replace": Look("+ latest update only", "", dashed=False),
-    "dynamic_state": Look("LS-AR Dynamic (ours): + state read from the vector", "#d55e00", dashed=False),
-}
 TABLE5 = {
     "baseline": Look("AR baseline", "#7a7a7a", dashed=False),
     "standard": Look("Standard", "", dashed=False),
@@ -127,17 +104,6 @@ _goals = partial(
     Table, at=table3, work=None, metrics={"accuracy": Metric("Answer right"), "top1": Metric("Right goal ranked first")}
 )
 TABLES = [
-    Table(
-        name="lsar.table3",
-        heading="LS-AR, Table 3: Blocksworld",
-        at=table3,
-        work=None,
-        metrics={"success": Metric("Goal reached")},
-        arms=TABLE3,
-        sections=planning_report.sections,
-        # A planning row is a prompt of ~28 tokens and a plan of ~35.
-        flops=lambda e: training_flops(e, 64),
-    ),
     Table(
         name="lsar.table5",
         heading="LS-AR, Table 5: text and vector state different goals",
@@ -179,4 +145,4 @@ TABLES = [
         for kind in ("webshop", "tau", "webshop_vector", "tau_vector")
     ),
 ]
-RUN = {"lsar.table3": run_table3, "lsar.table5": run_table5, "audit": run_audit}
+RUN = {"lsar.table5": run_table5, "audit": run_audit}

@@ -14,9 +14,11 @@ Everything is a pure function of an `Episode` and a `Rollout`, so a batch is a l
 """
 
 import random
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from sidestream.tasks.base import Split
 from sidestream.tasks.blocksworld import (
@@ -33,6 +35,8 @@ from sidestream.tasks.blocksworld import (
 from sidestream.tasks.blocksworld_data import END, TRIGGER, BlocksworldConfig, parse_action, problems, prompt_text
 
 Failure = Literal["illegal", "malformed", "stopped_early", "step_limit"]
+OUTCOMES = ("solved", *get_args(Failure))
+"""What becomes of a plan."""
 
 
 # CHOICE(LS-AR, Tasks): where and how K perturbations enter an evaluation is open; see Episode.
@@ -233,6 +237,30 @@ def score_plan(problem: Problem, words: Sequence[str]) -> PlanScore:
     if not rollout.failure and not satisfies(rollout.state, problem.goal):
         rollout = rollout._replace(failure="stopped_early", reason="goal not reached by the last action")
     return _score(problem, rollout, optimal_length(problem.init, problem.goal))
+
+
+def plan_outcomes(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What became of many plans, from `PlanScore` rows.
+
+    Returns:
+        `shares`, outcome -> share of all plans; `over` and `excess`, means among solved plans; `first_illegal`, the
+        median step (from 0) of illegal failures. The last three are None where there is nothing to average.
+
+    Raises:
+        ValueError: no scores, or a failure of unknown kind.
+    """
+    counts = Counter("solved" if score["success"] else score["failure"] for score in scores)
+    unknown = [kind for kind in counts if kind not in OUTCOMES]
+    if unknown or not scores:
+        raise ValueError(f"unknown failure {unknown[0]!r}" if unknown else "no scores")
+    solved = [score for score in scores if score["success"]]
+    illegal = [score["failed_at"] for score in scores if score["failure"] == "illegal"]
+    return {
+        "shares": {kind: counts[kind] / len(scores) for kind in OUTCOMES},
+        "over": statistics.mean(score["over"] for score in solved) if solved else None,
+        "excess": statistics.mean(score["excess"] for score in solved) if solved else None,
+        "first_illegal": statistics.median(illegal) if illegal else None,
+    }
 
 
 def _score(problem: Problem, rollout: Rollout, optimal: int) -> PlanScore:

@@ -1,11 +1,12 @@
-"""Planning rows: windowed text for the decoder, the whole text for the encoder that the tracker reads."""
+"""Planning: recipes of trajectories, and rows of them: windowed text for the decoder, the whole text for the encoder
+that the tracker reads."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,59 @@ from sidestream.lm.decoding.decode import pad_right
 from sidestream.lm.decoding.tracked import cropped
 from sidestream.tasks.base import Encode
 from sidestream.tasks.blocksworld import HELD, OPERATORS, TABLE, trace
-from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, PlanExample
+from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, BlocksworldConfig, PlanExample
+from sidestream.tasks.blocksworld_loop import Episode, episodes
 from sidestream.training.batches import plan
 from sidestream.training.objectives import UNSCORED
+from sidestream.training.stages import align_goal, pooled_states
 
 PLACES = len(NAMES) + 2
 """What a block can stand on: another name, the table, the hand. Enough classes for operators and `end`, too."""
 FACTS = 2 * len(NAMES) + 3
 """Questions about a state: each name's support now and in the goal, and the next action's operator and blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanData:
+    """A recipe for training trajectories."""
+
+    blocks: tuple[int, ...] = (5,)
+    """N, drawn uniformly for each problem."""
+    names: Literal["fixed", "pool"] = "fixed"
+    """Block names: always a, b, c, ... or drawn per problem, so that the names of larger problems are trained too."""
+    pool: int = 26
+    """Names in the pool."""
+    goals: Literal["full", "on"] = "full"
+    """Goals that fix every block, or only `on` facts as PDDL problems have them."""
+    budgets: tuple[int, ...] = (1,)
+    """Most forced sub-optimal actions in a trajectory, drawn per problem."""
+    # CHOICE(LS-AR, Tasks): "with probability 0.3" is read as a share of the trajectories. At 0.3 a step hardly any plan
+    # of 13 actions is free of mistakes, and K = 1 is what is trained; the paper's 96 / 71 / 6 say K = 0 is.
+    perturb_per: Literal["step", "trajectory"] = "trajectory"
+    """What a forced action's probability of 0.3 counts for: each step, or once for the whole budget."""
+    own_prefixes: int = 0
+    """How many further trajectories E_base begins itself (perturbed as in the test, `budgets` of them) and a shortest
+    plan ends. They join in stage 3."""
+    mistakes_scored: bool = True
+    """Put the loss on sub-optimal actions too, as the paper's next-token loss does."""
+    standardise: bool = False
+    """Standardise E_pred's input over the training prompts, whose pooled states differ by little."""
+    states: bool = False
+    """In stage 1 linear heads must read the symbolic state from the last layer at every trigger, for E_base and for the
+    baseline alike."""
+    longer: float = 1.0
+    """Factor on the steps of stages 1 and 3."""
+
+    def task(self, seed: int, blocks: tuple[int, ...] = ()) -> BlocksworldConfig:
+        """The problems and trajectories that this asks for, or those of other numbers of blocks."""
+        drawn = {name: getattr(self, name) for name in ("names", "pool", "goals", "budgets", "perturb_per")}
+        return BlocksworldConfig(blocks=blocks or self.blocks, seed=seed, **drawn)
+
+    def to_begin(self, seed: int) -> list[Episode]:
+        """What E_base is to begin, as `own_prefixes` says: problems of another seed than the generated ones."""
+        each = -(-self.own_prefixes // len(self.budgets))
+        config = self.task(seed + 1_000_003)
+        return [one for budget in self.budgets for one in episodes(config, "train", each, perturbations=budget)]
 
 
 class PlanText(NamedTuple):
@@ -239,6 +285,26 @@ class PlanLM(nn.Module):
         known = states != UNSCORED
         state_loss = F.cross_entropy(read[known].float(), states[known])
         return {"loss": loss + self.state_weight * state_loss, "state_loss": state_loss}
+
+
+def align_plans(
+    model: AttachedLM, texts: Sequence[PlanText], vocabulary: int, *, standardise: bool, **stage: Any
+) -> None:
+    """Stage 2 of planning: E_pred learns to predict the trajectory's vector from the prompt's.
+
+    Args:
+        texts: of them the first 20,000.
+        vocabulary: V.
+        standardise: E_pred's input, over the prompts.
+        stage: how it is trained and where, as `align_goal` has it.
+    """
+    goals = [list(text.goal_ids) for text in texts[:20_000]]
+    pooled = pooled_states(model, goals)
+    if standardise:
+        model.channel.encoder.calibrate(pooled)
+    # CHOICE(LS-AR, 3.1): the trajectory is encoded by itself, as the goal is.
+    trajectory = pooled_states(model, [list(text.target_ids) for text in texts[:20_000]])
+    align_goal(model.channel.encoder, pooled, trajectory, goals, vocabulary, reconstruction_weight=0.0, **stage)
 
 
 def plan_vectors(model: AttachedLM, full_ids: Tensor, full_mask: Tensor, goal_length: Tensor) -> Tensor:

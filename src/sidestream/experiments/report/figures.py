@@ -76,6 +76,8 @@ def lines_figure(
     height: float = 4.0,
     columns: int = 3,
     legend: int = 4,
+    bars: bool = False,
+    sharey: bool = True,
 ) -> Figure:
     """One panel a title, values over a condition, intervals as bands and the paper's values as rings.
 
@@ -84,8 +86,10 @@ def lines_figure(
         height: inches of a row of panels.
         columns: panels in a row, at most.
         legend: names in a row of the legend; 0 leaves it out.
+        bars: intervals as bars, for points that stand side by side.
+        sharey: panels have one scale.
     """
-    figure, axes = grid(len(panels), height, columns=columns)
+    figure, axes = grid(len(panels), height, columns=columns, sharey=sharey)
     place = (lambda entry: entry.where[x]) if isinstance(x, str) else x
     order = list(dict.fromkeys(line.label for lines in panels.values() for line in lines))
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
@@ -112,7 +116,10 @@ def lines_figure(
             bands = [(place(e), f * e.ci[0], f * e.ci[1]) for f, e in zip(factor, points, strict=True) if e.ci]
             if bands:
                 across, low, high = zip(*bands, strict=True)
-                axis.fill_between(across, low, high, color=line.color, alpha=0.16, linewidth=0)
+                if bars:
+                    axis.vlines(across, low, high, color=line.color, linewidth=1.1, clip_on=False)
+                else:
+                    axis.fill_between(across, low, high, color=line.color, alpha=0.16, linewidth=0)
             cited = [(place(e), f * e.paper) for f, e in zip(factor, points, strict=True) if e.paper is not None]
             if cited:
                 axis.plot(*zip(*cited, strict=True), **PAPER, **look, zorder=30)

@@ -1,167 +1,12 @@
-"""The pictures of LS-AR Table 3: success, one perturbed rollout in motion, the tracked vector. From files alone."""
+"""One rollout in motion: a problem played by several players side by side, as SVG that moves by CSS alone."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
-
-from sidestream.experiments.report.figures import MARKERS, PAPER
-from sidestream.experiments.results import Entry
-from sidestream.experiments.table import Look
-from sidestream.tasks.blocksworld import HELD, Action, Fact, State, optimal_length, trace
+from sidestream.tasks.blocksworld import HELD, Action, Fact, Problem, State, optimal_length, trace
 from sidestream.tasks.blocksworld_data import action_text
-
-OWN_DATA = (
-    "baseline_pool",
-    "baseline_pool_whole",
-    "static_pool",
-    "dynamic_pool",
-    "dynamic_replace",
-    "dynamic_state",
-)
-"""Arms trained on our data: names from a pool, K of 0 to 4, the model's own prefixes."""
-DASHES = (0, (3, 1.5))
-
-# ---------------------------------------------------------------- success
-
-
-def success_figure(entries: Sequence[Entry], looks: Mapping[str, Look], x: str) -> Figure:
-    """Goal success over condition `x`, K or N: a column of panels a window, a row the data an arm was trained on."""
-    windows = sorted({entry.where["W"] for entry in entries}, key=lambda w: w or math.inf, reverse=True)
-    groups = [
-        ("Trained on the paper's data", [e for e in entries if e.arm not in OWN_DATA]),
-        ("Trained on our data", [e for e in entries if e.arm in OWN_DATA]),
-    ]
-    groups = [(title, chosen) for title, chosen in groups if chosen]
-    figure = Figure(figsize=(10.5, 0.2 + 3.9 * len(groups)), dpi=150, layout="constrained")
-    parts = figure.subfigures(len(groups), 1, squeeze=False)[:, 0]
-    for part, (title, chosen) in zip(parts, groups, strict=True):
-        axes = part.subplots(1, len(windows), sharey=True, squeeze=False)[0]
-        for axis, window in zip(axes, windows, strict=True):
-            _draw_dodged(axis, [e for e in chosen if e.where["W"] == window], x, looks)
-            axis.set_title(f"W = {window}" if window else "everything in view", pad=8)
-            axis.set_xlabel("K, perturbations forced" if x == "K" else "N, blocks")
-        axes[0].set_ylabel("percent of problems solved")
-        if len(groups) > 1:
-            part.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        handles, labels = axes[0].get_legend_handles_labels()
-        if any(entry.paper is not None for entry in chosen):
-            handles, labels = [*handles, Line2D([], [], **PAPER, color="#555555")], [*labels, "the paper's value"]
-        # Four columns of long names are wider than the figure.
-        columns = 4 if max(map(len, labels)) < 36 else 2
-        part.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), fontsize=9)
-    return figure
-
-
-def _draw_dodged(axis: Axes, entries: Sequence[Entry], x: str, looks: Mapping[str, Look]) -> None:
-    """Arms side by side at each value of `x`, in percent, with their intervals: so that a dozen can be told apart.
-
-    Curves over K; bars over N, where arms drop to 0 together and curves would only cross.
-    """
-    arms = list(dict.fromkeys(entry.arm for entry in entries))
-    places = sorted({entry.where[x] for entry in entries})
-    spread = (0.5 if x == "K" else 0.8) / max(1, len(arms))
-    for i, arm in enumerate(arms):
-        points = sorted((e for e in entries if e.arm == arm), key=lambda e: e.where[x])
-        at = [places.index(e.where[x]) + spread * (i - (len(arms) - 1) / 2) for e in points]
-        values = [100 * e.value for e in points]
-        _, color, _ = look = looks[arm]
-        if x == "K":
-            mark = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5.5, "markeredgecolor": "white"}
-            line = {"linewidth": 1.3, "markeredgewidth": 0.6, "clip_on": False, "zorder": 3 + i}
-            axis.plot(at, values, color=color, label=look.name, **mark, **line)
-        else:
-            axis.bar(at, values, width=0.92 * spread, color=color, label=look.name)
-        edge = color if x == "K" else "#222222"
-        for place, entry in zip(at, points, strict=True):
-            if entry.ci:
-                axis.plot([place] * 2, [100 * end for end in entry.ci], color=edge, linewidth=1.1, clip_on=False)
-            if entry.paper is not None:
-                axis.plot([place], [100 * entry.paper], **PAPER, color=color, clip_on=False, zorder=30)
-    axis.set_xticks(range(len(places)), [f"{place:g}" for place in places])
-    axis.set_xlim(-0.5, len(places) - 0.5)
-    axis.set_ylim(0, 100)
-    axis.grid(axis="x", visible=False)
-
-
-# ---------------------------------------------------------------- the tracked vector
-
-
-def movement_figure(movements: Mapping[str, Mapping[str, Any]], looks: Mapping[str, Look]) -> Figure:
-    """How far one forced action moves the vector: distance to the unperturbed one, and the length of each step.
-
-    `movements`: arm -> what `evaluation.tracking.vector_movement` returned.
-    """
-    figure = Figure(figsize=(10.5, 4.2), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for arm, movement in movements.items():
-        color = looks[arm].color
-        _band(left, movement, "distance", color, label=looks[arm].name)
-        left.axhline(movement["between"], color=color, linestyle=":", linewidth=1.2, zorder=2)
-        _band(right, movement, "perturbed_step", color)
-        _band(right, movement, "plain_step", color, linestyle=DASHES)
-    for axis in (left, right):
-        axis.axvline(0, color="#c1121f", linestyle="--", linewidth=1.2, zorder=2)
-        axis.set_xlabel("triggers after that of the forced action")
-        axis.set_ylim(bottom=0)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.set_title("Distance to the unperturbed vector, relative to its length")
-    right.set_title("Length of the step taken at each trigger")
-    handles, labels = left.get_legend_handles_labels()
-    handles += [
-        Line2D([], [], color="#555555"),
-        Line2D([], [], color="#555555", linestyle=DASHES),
-        Line2D([], [], color="#555555", linestyle=":"),
-        Line2D([], [], color="#c1121f", linestyle="--"),
-    ]
-    labels += ["perturbed", "unperturbed (right)", "between different problems (left)", "the forced action"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), fontsize=9)
-    return figure
-
-
-def _band(axis: Axes, movement: Mapping[str, Any], name: str, color: str, **line: Any) -> None:
-    series = movement[name]
-    axis.plot(movement["offset"], series["mean"], color=color, linewidth=1.6, marker="o", markersize=3.5, **line)
-    axis.fill_between(movement["offset"], series["low"], series["high"], color=color, alpha=0.18, linewidth=0)
-
-
-def trigger_figure(cost: Mapping[str, Any]) -> Figure:
-    """Milliseconds a trigger costs over its place in the text, E_base's keys kept or the text read again.
-
-    `cost`: what `evaluation.tracking.trigger_cost` returned.
-    """
-    ways = [
-        ("reread", "whole text read again (the paper's way)", "#7a7a7a"),
-        ("cached", "keys and values of the whole text kept (ours)", "#009e73"),
-        ("bounded", f"those of the last {cost['encoder_size']} tokens kept (ours)", "#0072b2"),
-    ]
-    figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
-    axis = figure.subplots()
-    for i, (way, label, color) in enumerate(ways):
-        if cost.get(way) is None:
-            continue
-        values = [1000 * seconds for seconds in cost[way]]
-        said = f"{label}: {', '.join(f'{value:.3g}' for value in values)} ms"
-        mark = {"marker": MARKERS[i], "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.6}
-        axis.plot(cost["places"], values, color=color, label=said, linewidth=1.8, **mark)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xticks(cost["places"], [f"{place:,}" for place in cost["places"]])
-    axis.minorticks_off()
-    axis.margins(x=0.1, y=0.12)
-    axis.set_xlabel("tokens of text up to the trigger (log scale)")
-    axis.set_ylabel("milliseconds (log scale)")
-    figure.legend(loc="outside lower center", ncols=1, fontsize=9)
-    return figure
-
-
-# ---------------------------------------------------------------- one rollout in motion
 
 FRAME, REST = 0.9, 3.6
 """Seconds an action takes, and the end is held."""
@@ -174,6 +19,17 @@ RED, GREEN, INK, SOFT = "#c1121f", "#1a7f37", "#1d2125", "#5c6670"
 
 Path = list[tuple[float, float, float]]
 """(seconds, x, y), ascending: where something is; in between it moves in a straight line."""
+
+
+class Look(Protocol):
+    """How a player appears."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def color(self) -> str: ...
+    @property
+    def dashed(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +48,25 @@ class Show:
     def end(self) -> float:
         """Seconds until the verdict."""
         return FRAME * len(self.states)
+
+
+def rollouts_record(
+    problem: Problem, played: Mapping[str, Mapping[str, Any]], where: Mapping[str, int]
+) -> dict[str, Any]:
+    """The content of `rollouts.json` (`rollout_svg`): one problem, and what became of it in several hands.
+
+    Args:
+        played: arm -> actions, forced, success, failure and reason, and anything else, which is left out.
+        where: K, N and W.
+    """
+    shown = ("actions", "forced", "success", "failure", "reason")
+    return {
+        **where,
+        "names": problem.names,
+        "init": problem.init,
+        "goal": sorted([fact.predicate, fact.blocks] for fact in problem.goal),
+        "arms": {arm: {name: rollout[name] for name in shown} for arm, rollout in played.items()},
+    }
 
 
 def read_show(rollouts: Mapping[str, Any], arm: str) -> Show:
