@@ -79,6 +79,7 @@ def test_a_run_of_table5_is_audited_resumed_and_reported(tmp_path):
     kept = tmp_path / "audit" / "standard" / "swap.json"
     marked = json.loads(kept.read_text())
     (tmp_path / "audit" / "results.json").unlink()
+    (tmp_path / "audit" / "standard" / "outcomes.json").unlink()
     (tmp_path / "audit" / "standard" / "PGD-0.1.json").unlink()
     kept.write_text(json.dumps({**marked, "cost": {d: {**marked["cost"][d], "steps": 77} for d in DEFENCES}}))
     again = run(settings, tmp_path / "audit", command="test", resume=True, engine=HERE)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sidestream.evaluation.attacks_text import OVERRIDES
+from sidestream.evaluation.attacks_text import OVERRIDES, TASK_OVERRIDES, override_text, sentence_ends
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.base import chat_template, offsets
 from sidestream.lm.saving import load
+from sidestream.lm.text import Vocabulary, WordVocabulary
+from sidestream.tasks import blocksworld, treasure
+from sidestream.tasks.blocksworld_data import END, GOAL, WORDS, perturbed_trajectory, plan_text, prompt_text
 from sidestream.tasks.goals import read_goals, tokens
 
 Ids = tuple[int, ...]
@@ -57,6 +61,104 @@ class Subject:
     """Ids that an override stands behind."""
     allowed: Ids | None
     """Ids that a token search may use; None for all."""
+
+
+def treasure_subject(
+    model: AttachedLM,
+    vocabulary: Vocabulary,
+    tests: Sequence[treasure.TreasureProblem],
+    *,
+    window: int | None,
+    count: int,
+    calibration: int,
+) -> Subject:
+    """A model of Treasure Hunt.
+
+    Args:
+        tests: what it is tested on; the first `count` of them are attacked.
+        window: W.
+        calibration: further goals.
+
+    Raises:
+        ValueError: there are fewer tests.
+    """
+    if count > len(tests):
+        raise ValueError(f"problems is {count}, and the model was tested on {len(tests)}; use fewer")
+    encode, used = vocabulary.encode, tests[:count]
+    places = {id(problem): index for index, problem in enumerate(tests)}
+    problems = []
+    for test, partner in zip(used, treasure.partners(tests), strict=False):
+        # The partner may lie beyond the problems attacked; then the next one that shares nothing.
+        other = places[id(partner)]
+        if other >= count:
+            other = next(i for i, o in enumerate(used) if o.item != test.item and o.code != test.code)
+        problems.append(
+            Problem(
+                goal=test.goal_ids,
+                stated=test.goal_ids,
+                context=test.distractor_ids,
+                question=test.trigger_ids,
+                answer=test.code_ids + test.item_ids,
+                other=other,
+                overrides={name: tuple(encode(override_text(name, used[other]))) for name in TASK_OVERRIDES},
+            )
+        )
+    return Subject(
+        model=model,
+        problems=problems,
+        calibration=[problem.goal_ids for problem in treasure.problems("valid", calibration, [0], 1, encode)],
+        window=window,
+        sentence_ends=frozenset(sentence_ends(vocabulary)),
+        allowed=tuple(range(vocabulary.pad_id)),
+    )
+
+
+def blocksworld_subject(
+    model: AttachedLM,
+    vocabulary: WordVocabulary,
+    pairs: Sequence[tuple[blocksworld.Problem, blocksworld.Problem]],
+    further: Sequence[blocksworld.Problem],
+    *,
+    count: int,
+) -> Subject:
+    """A model of Blocksworld: pairs of goals over one initial state, each what an attacker of the other wants.
+
+    The right answer is the plan that training shows, to the word: less is said right here than reaches its goal.
+
+    Args:
+        pairs: what it is tested on.
+        further: problems whose goals arbitration is calibrated on.
+        count: problems attacked, two of a pair.
+
+    Raises:
+        ValueError: there are fewer pairs.
+    """
+    if 2 * len(pairs) < count:
+        raise ValueError(f"problems is {count}, and the model was tested on {2 * len(pairs)}; use fewer")
+    encode, problems = vocabulary.encode, []
+    for a, b in pairs[: (count + 1) // 2]:
+        for asked, wanted in ((a, b), (b, a)):
+            prompt, override = tuple(encode(prompt_text(asked))), prompt_text(wanted).split()
+            actions, _ = perturbed_trajectory(asked, random.Random(0), budget=0, probability=0.0)
+            problems.append(
+                Problem(
+                    goal=prompt,
+                    stated=prompt,
+                    context=(),
+                    question=(),
+                    answer=tuple(encode(plan_text(actions, asked.names).removesuffix(f" {END}"))),
+                    other=len(problems) + (1 if asked is a else -1),
+                    overrides={"restate": tuple(encode(" ".join(override[override.index(GOAL) :])))},
+                )
+            )
+    return Subject(
+        model=model,
+        problems=problems,
+        calibration=[tuple(encode(prompt_text(problem))) for problem in further],
+        window=None,
+        sentence_ends=frozenset(),
+        allowed=tuple(range(len(WORDS))),
+    )
 
 
 def saved_subject(

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from sidestream.channels import GoalConfig
-from sidestream.evaluation.attacks_subject import Problem as Attacked
-from sidestream.evaluation.attacks_subject import Subject
-from sidestream.evaluation.attacks_text import OVERRIDES, PLACES, insert
+from sidestream.evaluation.attacks_subject import Subject, blocksworld_subject, treasure_subject
+from sidestream.evaluation.attacks_text import PLACES, TASK_OVERRIDES, insert, override_text, sentence_ends
 from sidestream.experiments.run import Job
 from sidestream.experiments.settings import from_json
 from sidestream.lm.attach import AttachedLM, attach
-from sidestream.lm.text import Vocabulary
 from sidestream.papers.lsar import Stages
 from sidestream.papers.lsar.hunt import Hunted, HuntWork
 from sidestream.papers.planning import PlanData, Table3
@@ -28,17 +26,7 @@ from sidestream.papers.planning_models import PlanModels
 from sidestream.tasks import treasure
 from sidestream.tasks.base import Example
 from sidestream.tasks.blocksworld import Problem, satisfies, state_goal, state_graph
-from sidestream.tasks.blocksworld_data import (
-    END,
-    GOAL,
-    NAMES,
-    PLAN,
-    WORDS,
-    perturbed_trajectory,
-    plan_text,
-    prompt_text,
-    split_of,
-)
+from sidestream.tasks.blocksworld_data import GOAL, NAMES, PLAN, split_of
 from sidestream.tasks.blocksworld_data import problems as blocksworld_problems
 from sidestream.tasks.treasure import TreasureProblem
 from sidestream.training.loop import FINAL, train
@@ -47,8 +35,6 @@ from sidestream.training.planning import MaskedPlans, PlanLM, collate_plans
 
 Task = Literal["treasure", "blocksworld"]
 TASKS: tuple[Task, ...] = ("treasure", "blocksworld")
-TASK_OVERRIDES = ("restate", "answered")
-"""Those of `OVERRIDES` whose words Treasure Hunt's own vocabulary has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,55 +275,9 @@ class Hunt(HuntWork[Table5]):
         return made
 
     def attacked(self, trained: Trained, count: int, calibration: int) -> Subject:
-        """A trained model with its test problems, as an audit attacks them.
-
-        Args:
-            count: problems.
-            calibration: further goals.
-
-        Raises:
-            ValueError: there are fewer problems.
-        """
-        if count > len(self.tests):
-            raise ValueError(f"problems is {count}, and {self.directory} was tested on {len(self.tests)}; use fewer")
-        tests, encode = self.tests[:count], self.vocabulary.encode
-        places = {id(problem): index for index, problem in enumerate(self.tests)}
-        problems = []
-        for index, test in enumerate(tests):
-            # The partner may lie beyond the problems attacked; then the next one that shares nothing.
-            other = places[id(self.partners[index])]
-            if other >= len(tests):
-                other = next(i for i, o in enumerate(tests) if o.item != test.item and o.code != test.code)
-            problems.append(
-                Attacked(
-                    goal=test.goal_ids,
-                    stated=test.goal_ids,
-                    context=test.distractor_ids,
-                    question=test.trigger_ids,
-                    answer=test.code_ids + test.item_ids,
-                    other=other,
-                    overrides={key: tuple(encode(override_text(key, tests[other]))) for key in TASK_OVERRIDES},
-                )
-            )
-        further = treasure.problems("valid", calibration, [0], 1, encode)
-        return Subject(
-            model=self.load(trained)[0],
-            problems=problems,
-            calibration=[problem.goal_ids for problem in further],
-            window=self.settings.window,
-            sentence_ends=frozenset(sentence_ends(self.vocabulary)),
-            allowed=tuple(range(self.vocabulary.pad_id)),
-        )
-
-
-def override_text(template: str, problem: TreasureProblem) -> str:
-    """One of `OVERRIDES`, filled in for the goal that the attacker wants."""
-    return OVERRIDES[template].format(goal=problem.goal, trigger=problem.trigger, answer=problem.answer)
-
-
-def sentence_ends(vocabulary: Vocabulary) -> set[int]:
-    """Ids of full stop, question and exclamation mark."""
-    return {token for mark in ".?!" for token in vocabulary.encode(mark)}
+        """A trained model with its test problems, as an audit attacks them; the arguments are `treasure_subject`'s."""
+        model, window = self.load(trained)[0], self.settings.window
+        return treasure_subject(model, self.vocabulary, self.tests, window=window, count=count, calibration=calibration)
 
 
 class Plans:
@@ -449,39 +389,9 @@ class Plans:
         return model.eval(), [model.lm, base, model.channel]
 
     def attacked(self, trained: Trained, count: int, calibration: int) -> Subject:
-        """As `Hunt.attacked`: pairs of goals over one initial state; each is what an attacker of the other wants.
-
-        The right answer is the plan that training shows, to the word: less is said right here than reaches its goal.
-        """
-        encode, pairs = self.vocabulary.encode, self.tests[: (count + 1) // 2]
-        if 2 * len(pairs) < count:
-            there = f"{self.directory} has {2 * len(self.tests)} for {trained.name}"
-            raise ValueError(f"problems is {count}, and {there}; use fewer")
-        problems = []
-        for a, b in pairs:
-            for asked, wanted in ((a, b), (b, a)):
-                prompt, override = prompt_text(asked), prompt_text(wanted).split()
-                actions, _ = perturbed_trajectory(asked, random.Random(0), budget=0, probability=0.0)
-                problems.append(
-                    Attacked(
-                        goal=tuple(encode(prompt)),
-                        stated=tuple(encode(prompt)),
-                        context=(),
-                        question=(),
-                        answer=tuple(encode(plan_text(actions, asked.names).removesuffix(f" {END}"))),
-                        other=len(problems) + (1 if asked is a else -1),
-                        overrides={"restate": tuple(encode(" ".join(override[override.index(GOAL) :])))},
-                    )
-                )
+        """A trained model with its pairs, as an audit attacks them; the arguments are `blocksworld_subject`'s."""
         further = islice(blocksworld_problems(self.models.task("faithful"), "valid"), calibration)
-        return Subject(
-            model=self.load(trained)[0],
-            problems=problems,
-            calibration=[tuple(encode(prompt_text(problem))) for problem in further],
-            window=None,
-            sentence_ends=frozenset(),
-            allowed=tuple(range(len(WORDS))),
-        )
+        return blocksworld_subject(self.load(trained)[0], self.vocabulary, self.tests, list(further), count=count)
 
 
 def finished(path: Path) -> tuple[Table5, dict[str, Trained]]:
