@@ -349,7 +349,7 @@ def _over_radius(page: Page, entries: Sequence[Entry]) -> Markup:
                 )
                 panels.setdefault(NAMED[defence], []).append(line)
     figure = lines_figure(
-        panels, _radius, xlabel="radius / norm of the vector", ylabel="attack success, percent", columns=4, legend=3
+        panels, _radius, xlabel="radius / norm of the vector", ylabel="attack success, percent", columns=4, legend=2
     )
     radii = sorted({radius for entry in entries if (radius := _radius(entry)) is not None})
     for axis in figure.axes:
