@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from sidestream.evaluation.attacks import Cost, Measured, Objective, Texts
+from sidestream.lm.texts.text import Vocabulary
+from sidestream.tasks.treasure import TreasureProblem
 
 OVERRIDES: Mapping[str, str] = MappingProxyType(
     {
@@ -29,9 +31,22 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
 for `answered`, which shows the question already answered, the task's trigger and its answer. A vocabulary built for one
 task knows the words of `restate` and `answered` only; the others are for models of general English."""
 
+TASK_OVERRIDES = ("restate", "answered")
+"""Those of `OVERRIDES` whose words the vocabulary of Treasure Hunt has."""
+
 Place = Literal["front", "middle", "end", "repeated"]
 PLACES: tuple[Place, ...] = get_args(Place)
 """Where among the distractors an override may stand."""
+
+
+def override_text(name: str, wanted: TreasureProblem) -> str:
+    """One of `OVERRIDES`, filled in for the goal that the attacker wants."""
+    return OVERRIDES[name].format(goal=wanted.goal, trigger=wanted.trigger, answer=wanted.answer)
+
+
+def sentence_ends(vocabulary: Vocabulary) -> set[int]:
+    """Ids of full stop, question and exclamation mark."""
+    return {token for mark in ".?!" for token in vocabulary.encode(mark)}
 
 
 class Inserted(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from sidestream.tasks.base import Encode, Example, Split
 from sidestream.tasks.blocksworld import (
@@ -98,6 +98,17 @@ def prompt_text(problem: Problem) -> str:
     placed = [fact for fact in state_facts(problem.init) if fact.predicate in ("on", "ontable", "holding")]
     goal = sorted(problem.goal, key=lambda fact: (fact.blocks, fact.predicate))
     return " ".join([INIT, *_fact_words(placed, problem), GOAL, *_fact_words(goal, problem), PLAN])
+
+
+def blank_goal(tokens: Sequence[Any], goal: Any, plan: Any) -> list[Any]:
+    """A Blocksworld prompt, as words or ids, with the mark `goal` in place of every word of the goal.
+
+    The initial state stays: the vector's goal is asked about, and where the blocks are is not part of it. The length of
+    the blank still says how many blocks the goal puts on the table.
+    """
+    # CHOICE(LS-AR, B.3.3): the filler is open. In Treasure Hunt the whole prompt is the goal; here its half is.
+    start, stop = tokens.index(goal), tokens.index(plan)
+    return [*tokens[:start], *[goal] * (stop - start), *tokens[stop:]]
 
 
 def _fact_words(facts: Iterable[Fact], problem: Problem) -> list[str]:

@@ -263,6 +263,22 @@ def problems(
     return drawn
 
 
+def partners(problems: Sequence[TreasureProblem]) -> list[TreasureProblem]:
+    """For each problem A another one, B, of another item and code; every problem is dealt out about as often.
+
+    Raises:
+        ValueError: a problem has no such other.
+    """
+    found = []
+    for index, problem in enumerate(problems):
+        turn = [problems[(index + k) % len(problems)] for k in range(1, len(problems))]
+        other = next((o for o in turn if o.item != problem.item and o.code != problem.code), None)
+        if other is None:
+            raise ValueError(f"{len(problems)} test problems hold no other goal for one of them; use more")
+        found.append(other)
+    return found
+
+
 def vocabulary_texts(sentences: Sequence[str] | None = None) -> list[str]:
     """Texts that hold every token any problem over these sentences can have: all codes, items and sentences."""
     texts = [f" {code}" for code in CODES]

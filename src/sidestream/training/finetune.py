@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from sidestream.tasks.goals import GoalRecord, Tokens, tokens
 from sidestream.training.batches import collate, plan
 from sidestream.training.checkpoints import damage, write_folder
 from sidestream.training.loop import LoopConfig, train
-from sidestream.training.objectives import UNSCORED, GoalReconstruction, vicreg
+from sidestream.training.objectives import UNSCORED, GoalReconstruction, token_losses, vicreg
 
 NAMED = "goals"
 TRAINED = "train"
@@ -238,9 +237,7 @@ class GoalLM(nn.Module):
         if full_ids is not None and full_mask is not None and first is not None:
             goal = {"terms": tracked_terms(self.model, state, full_ids, full_mask, first, input_ids.shape[1])}
         hidden = self.model.hidden(input_ids, **goal, attention_mask=attention_mask)
-        scored = labels != UNSCORED
-        head: Any = self.model.lm.get_output_embeddings()
-        loss = F.cross_entropy(head(hidden[scored]).float(), labels[scored], reduction="sum")
+        loss = token_losses(self.model.lm, hidden, labels, reduction="sum")
         return {"loss": loss * (self.batch_size / len(input_ids)) / count[0]}
 
     def train(self, mode: bool = True) -> GoalLM:

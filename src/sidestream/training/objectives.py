@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sidestream.channels import GoalEncoder, LatentState
+from sidestream.channels.ball import worst_vectors
 from sidestream.lm.attach import AttachedLM
 from sidestream.lm.models.terms import disable_checkpointing, enable_checkpointing
 
@@ -96,6 +97,19 @@ class GoalAlignment(nn.Module):
         return {"loss": loss, **out}
 
 
+def token_losses(lm: Any, hidden: Tensor, labels: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of an LM's head at positions whose label is not `UNSCORED`; the head is applied to those only.
+
+    Args:
+        hidden: (B, T, E) last states of the decoder.
+        labels: (B, T), the token after each position.
+        reduction: as for `F.cross_entropy`; `none` gives one loss a scored position, in the order of `labels`.
+    """
+    head: Any = lm.get_output_embeddings()
+    scored = labels != UNSCORED
+    return F.cross_entropy(head(hidden[scored]).float(), labels[scored], reduction=reduction)
+
+
 class ScoredLM(nn.Module):
     """Next-token loss at scored positions, with the head applied to those positions only. Stages 1 and 3.
 
@@ -128,9 +142,7 @@ class ScoredLM(nn.Module):
                 input_ids=input_ids, attention_mask=attention_mask, use_cache=False
             ).last_hidden_state
             lm = self.model
-        head: Any = lm.get_output_embeddings()
-        scored = labels != UNSCORED
-        return {"loss": F.cross_entropy(head(hidden[scored]).float(), labels[scored])}
+        return {"loss": token_losses(lm, hidden, labels)}
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute the decoder's blocks in backward instead of keeping their activations; exact, with channels too."""
@@ -143,3 +155,35 @@ class ScoredLM(nn.Module):
     @property
     def _decoder(self) -> Any:
         return self.model.lm if isinstance(self.model, AttachedLM) else self.model
+
+
+class BallLM(ScoredLM):
+    """Stage 3 on the worst vector of a ball around each row's own: adversarial training of the vector channel.
+
+    Args:
+        model: an attached model whose texts are wholly in view.
+        radius: of the L2 ball, in units of each vector's norm.
+        steps: gradient steps inside it.
+    """
+
+    def __init__(self, model: AttachedLM, *, radius: float, steps: int) -> None:
+        super().__init__(model)
+        self.radius = radius
+        self.steps = steps
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, pooled: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """As `ScoredLM`, and every row weighs the same."""
+        assert pooled is not None
+        scored = labels != UNSCORED
+        rows = scored.nonzero()[:, 0]
+
+        def losses(vectors: Tensor) -> Tensor:
+            hidden = self.model.hidden(input_ids, goal=LatentState(goal=vectors), attention_mask=attention_mask)
+            each = token_losses(self.model.lm, hidden, labels, reduction="none")
+            return each.new_zeros(len(labels)).index_add(0, rows, each) / scored.sum(dim=1)
+
+        goal = self.model.channel.encoder.predict(pooled)
+        worst = worst_vectors(losses, goal, radius=self.radius, steps=self.steps)
+        return {"loss": losses(goal + (worst - goal.detach())).mean()}

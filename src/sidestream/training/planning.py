@@ -19,10 +19,10 @@ from sidestream.lm.decoding.decode import pad_right
 from sidestream.lm.decoding.tracked import cropped
 from sidestream.tasks.base import Encode
 from sidestream.tasks.blocksworld import HELD, OPERATORS, TABLE, trace
-from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, BlocksworldConfig, PlanExample
+from sidestream.tasks.blocksworld_data import NAMES, TRIGGER, BlocksworldConfig, PlanExample, blank_goal
 from sidestream.tasks.blocksworld_loop import Episode, episodes
 from sidestream.training.batches import plan
-from sidestream.training.objectives import UNSCORED
+from sidestream.training.objectives import UNSCORED, token_losses
 from sidestream.training.stages import align_goal, pooled_states
 
 PLACES = len(NAMES) + 2
@@ -130,6 +130,25 @@ class PlanRows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         text = self.texts[self.order[index]]
         return plan_row(text, self.config, random.Random(f"plan row {self.seed} {index}"))
+
+
+class MaskedPlans(PlanRows):
+    """Rows of whole plans whose prompt, for the decoder, has its goal blanked with probability `mask`.
+
+    Args:
+        marks: ids of the words before and behind the goal's facts.
+    """
+
+    def __init__(self, texts: Any, *, mask: float, marks: Sequence[int], **size: int) -> None:
+        super().__init__(texts, PlanRowConfig(), **size)
+        self.mask = mask
+        self.marks = marks
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        if random.Random(f"mask {self.seed} {index}").random() < self.mask:
+            row["ids"] = blank_goal(row["ids"], *self.marks)
+        return row
 
 
 def plan_row(text: PlanText, config: PlanRowConfig, rng: random.Random) -> dict[str, Any]:
@@ -273,9 +292,7 @@ class PlanLM(nn.Module):
                 terms = cropped(vectors, first, input_ids.shape[1])
             terms = self.model.channel.film.terms(terms)
         hidden = self.model.hidden(input_ids, terms=terms, attention_mask=attention_mask)
-        head: Any = self.model.lm.get_output_embeddings()
-        scored = labels != UNSCORED
-        loss = F.cross_entropy(head(hidden[scored]).float(), labels[scored])
+        loss = token_losses(self.model.lm, hidden, labels)
         if self.reader is None:
             return {"loss": loss}
         assert state_rows is not None and state_places is not None and states is not None

@@ -11,8 +11,8 @@ from sidestream.training.loop import LoopConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steered(Tested):
-    """Settings of a table that trains LS-AR's three stages, and a baseline beside them."""
+class Stages:
+    """The models of LS-AR's three stages on one task, and of the baseline beside them."""
 
     encoder: Backbone
     """E_base and, with the same shape, D_base."""
@@ -28,8 +28,17 @@ class Steered(Tested):
     """Decoder and FiLM (and tracker). The baseline goes on for the same steps."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(goal_width=1)
+        if self.goal_width < 1:
+            raise ValueError(f"goal_width is {self.goal_width}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steered(Stages, Tested):
+    """Settings of a table that trains LS-AR's three stages, and a baseline beside them."""
+
+    def __post_init__(self) -> None:
+        Tested.__post_init__(self)
+        Stages.__post_init__(self)
 
 
 def training_flops(e: Steered, tokens: int, *, faithful: tuple[str, ...] = ()) -> float:

@@ -11,26 +11,24 @@ from typing import Any, Literal
 
 import torch
 from matplotlib.ticker import NullLocator
-from torch import Tensor
 
-from sidestream.channels import GoalConfig, LatentState
+from sidestream.channels import LatentState
 from sidestream.evaluation.evaluate import answer_treasure
 from sidestream.evaluation.probes import project, treasure_states
 from sidestream.experiments.report.figures import arm_lines, bars_figure, lines_figure
 from sidestream.experiments.report.page import Page, Section
 from sidestream.experiments.report.tables import conditions, parts
 from sidestream.experiments.results import Entry, Outcome
-from sidestream.experiments.run import Found, Job, Measured, Work, rows
+from sidestream.experiments.run import Found, Job, Measured, rows
 from sidestream.experiments.settings import Scale
 from sidestream.experiments.table import BLUE, GREY, RED, Look, Metric, Table
-from sidestream.lm.attach import AttachedLM, attach
+from sidestream.lm.attach import AttachedLM
 from sidestream.lm.models.backbones import Backbone, parameter_count
-from sidestream.lm.texts.text import Vocabulary
-from sidestream.papers.lsar import Steered, training_flops
+from sidestream.papers.lsar import training_flops
+from sidestream.papers.lsar.hunt import Hunted, HuntWork
 from sidestream.tasks import treasure
-from sidestream.training.batches import RowConfig
 from sidestream.training.loop import LoopConfig
-from sidestream.training.stages import align_goal, pooled_states, train_lm
+from sidestream.training.objectives import ScoredLM
 
 LISTED = {
     "lsar.table1": {
@@ -73,31 +71,21 @@ STATIC_ARMS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall(Steered):
+class Recall(Hunted):
     """Settings of LS-AR Table 1."""
 
     table: str = "lsar.table1"
     """The name it is run under."""
     arms: tuple[str, ...] = ("baseline", *STATIC_ARMS)
     """Arms to train. `static_faithful` is the paper's method, `static` ours; those between add one change each."""
-    window: int
-    """W, tokens the text channel sees."""
     horizons: tuple[int, ...]
     """H, distractor tokens between goal and question, one test set each."""
-    train_problems: int
-    """Problems to train on (the paper: 50,000)."""
     haystack: str | None = None
     """Text file to take distractor sentences from; None for the built-in bank."""
-    vocabulary: Literal["bpe", "subset"] = "bpe"
-    """GPT-2's 50,257 tokens, or the same tokens cut down to those the task can have."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.distinct(arms=("baseline", *STATIC_ARMS), horizons=None)
-        self.at_least(window=1)
-        most = max(self.stage1.batch_size, self.stage3.batch_size)
-        if self.train_problems < most:
-            raise ValueError(f"train_problems is {self.train_problems}; one batch alone takes {most}")
         if self.stage2.batch_size < 2:
             raise ValueError(f"stage2.batch_size is {self.stage2.batch_size}; a variance over rows needs two or more")
         if self.stage2.gradient_checkpointing:
@@ -176,15 +164,8 @@ def published(arm: str, metric: str, where: dict[str, Any]) -> float | None:
 # ---------------------------------------------------------------- training and measuring
 
 
-class RecallWork(Work[Recall]):
+class RecallWork(HuntWork[Recall]):
     """Problems, models and stages of one run."""
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        """Of all problems."""
-        if self.settings.vocabulary == "subset":
-            return Vocabulary.subset(treasure.vocabulary_texts(self.sentences))
-        return Vocabulary()
 
     @cached_property
     def sentences(self) -> list[str] | None:
@@ -224,7 +205,7 @@ class RecallWork(Work[Recall]):
         """E_base, which every LS-AR arm starts from, and the arms."""
         e, made = self.settings, []
         if any(arm != "baseline" for arm in e.arms):
-            made.append(Job(name="base", work=self.base, stages=self._stages("base", "stage1")))
+            made.append(Job(name="base", work=lambda: self.base("base"), stages=self._stages("base", "stage1")))
         for arm in e.arms:
             steered = arm != "baseline"
             made.append(
@@ -262,51 +243,21 @@ class RecallWork(Work[Recall]):
         drawn = project(states, [problem.item for problem in problems], seed=self.settings.seed)
         return {**drawn, "H": horizon, "W": window}
 
-    def base(self) -> Any:
-        """E_base after stage 1, frozen; shared by every LS-AR arm."""
-        model = self._fresh(self.settings.encoder)
-        self._lm("base", "stage1", model, scored="all")
-        return model.requires_grad_(False)
-
     def baseline(self) -> tuple[Any, list[Any]]:
         """The unconditioned decoder: language modelling, then the answers, for as many steps as LS-AR has."""
-        model = self._fresh(self.settings.baseline)
-        self._lm("baseline", "stage1", model, scored="all")
-        self._lm("baseline", "stage3", model, scored="answer")
+        model = self.fresh(self.settings.baseline)
+        self.lm("baseline", "stage1", ScoredLM(model), scored="all")
+        self.lm("baseline", "stage3", ScoredLM(model))
         return model.eval(), [model]
 
     def static(self, arm: str, spec: StaticArm) -> tuple[AttachedLM, list[Any]]:
         """LS-AR (Static): shared stage 1, then E_pred, then decoder and FiLM."""
-        e, base = self.settings, self.base()
-        decoder = self._fresh(e.encoder)
-        decoder.load_state_dict(base.state_dict())  # "starts as its base" (LS-AR, 3.3)
-        torch.manual_seed(e.seed)
-        model = attach(decoder, goal=GoalConfig(width=e.goal_width, pool_layer=spec.pool_layer), encoder=base)
-        goals = [problem.example.goal_ids for problem in self.training]
-        pooled = pooled_states(model, goals)
-        # CHOICE(LS-AR, 3.1): the "true trajectory" is the answer; distractors carry nothing about the goal.
-        trajectory = pooled_states(model, [problem.example.target_ids for problem in self.training])
-        encoder = model.channel.encoder
-        if spec.calibrate:
-            encoder.calibrate(pooled)
-        align_goal(
-            encoder,
-            pooled,
-            trajectory,
-            goals,
-            self.vocabulary.size,
-            e.stage2,
-            self.directory / arm / "stage2",
-            seed=e.seed,
-            reconstruction_weight=spec.reconstruction,
-            label=self.label(f"{arm} stage 2"),
-            resume=True,
-            tags={"arm": arm, "stage": "2"},
-        )
-        encoder.to(self.device)
-        encoder.requires_grad_(spec.train_encoder)
-        self._lm(arm, "stage3", model, spec.scored, pooled=pooled, mask_prompt=spec.mask_prompt)
-        return model.eval(), [decoder, base, model.channel]
+        base = self.base("base")
+        model = self.attached(base, pool_layer=spec.pool_layer)
+        pooled = self.align(arm, model, arm, calibrate=spec.calibrate, reconstruction=spec.reconstruction)
+        model.channel.encoder.requires_grad_(spec.train_encoder)
+        self.lm(arm, "stage3", ScoredLM(model), scored=spec.scored, pooled=pooled, mask=spec.mask_prompt)
+        return model.eval(), [model.lm, base, model.channel]
 
     def goals(self, model: Any, problems: Sequence[treasure.TreasureProblem]) -> LatentState | None:
         """Latent states of the problems' prompts; None for a model without a channel."""
@@ -314,37 +265,6 @@ class RecallWork(Work[Recall]):
             return None
         with torch.no_grad():
             return model.encode_goal([problem.goal_ids for problem in problems])
-
-    def _fresh(self, shape: Backbone) -> Any:
-        torch.manual_seed(self.settings.seed)
-        model: Any = shape.build(
-            vocabulary=self.vocabulary.size, window=self.settings.window, pad_id=self.vocabulary.pad_id
-        )
-        return model.to(self.device)
-
-    def _lm(
-        self,
-        arm: str,
-        stage: str,
-        model: Any,
-        scored: Literal["answer", "all"],
-        *,
-        pooled: Tensor | None = None,
-        mask_prompt: float = 0.0,
-    ) -> None:
-        train_lm(
-            model,
-            [problem.example for problem in self.training],
-            RowConfig(window=self.settings.window, scored=scored, mask_prompt=mask_prompt),
-            getattr(self.settings, stage),
-            self.directory / arm / stage,
-            seed=self.settings.seed,
-            filler=[token for problem in self.training[:200] for token in problem.distractor_ids],
-            pooled=pooled,
-            label=self.label(f"{arm} {stage[:-1]} {stage[-1]}"),
-            resume=True,
-            tags={"arm": arm, "stage": stage[-1]},
-        )
 
     def notes(self, found: Found) -> list[str]:
         """How the numbers were made."""

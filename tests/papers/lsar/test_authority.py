@@ -6,26 +6,41 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sidestream.experiments.engine import LocalEngine
 from sidestream.experiments.report.page import write_report
 from sidestream.experiments.results import load_results
+from sidestream.experiments.run import run
 from sidestream.experiments.settings import from_json, to_json
 from sidestream.lm.texts.text import WordVocabulary
-from sidestream.papers import authority
-from sidestream.papers.authority import CONDITIONS, METRICS, Table5, paper_table5, table5
-from sidestream.papers.authority_models import AuthorityPlans, BallLM, HuntModels, MaskedPlans, blank_goal, partners
-from sidestream.papers.authority_run import _cells, _last, _named, ask_plans, ask_treasure, run_table5
+from sidestream.papers.lsar.authority import (
+    CONDITIONS,
+    AuthorityWork,
+    _last,
+    _named,
+    ask_plans,
+    ask_treasure,
+    counted,
+    published,
+    table5,
+)
+from sidestream.papers.lsar.authority_models import Hunt, Plans, Table5
 from sidestream.tasks.blocksworld import optimal_plan, satisfies
-from sidestream.tasks.blocksworld_data import GOAL, PLAN, TRIGGER, WORDS, plan_text, prompt_text, split_of
+from sidestream.tasks.blocksworld_data import GOAL, PLAN, TRIGGER, WORDS, blank_goal, plan_text, prompt_text, split_of
+from sidestream.tasks.treasure import partners
+from sidestream.training.objectives import BallLM, ScoredLM
+from sidestream.training.planning import MaskedPlans
+
+WHERE = "sidestream.papers.lsar.authority"
 
 
 @pytest.fixture(scope="module")
-def hunt(tmp_path_factory) -> HuntModels:
-    return HuntModels(table5("smoke"), tmp_path_factory.mktemp("hunt"), show=False)
+def hunt(tmp_path_factory) -> Hunt:
+    return Hunt(table5("smoke"), tmp_path_factory.mktemp("hunt"), show=False)
 
 
 @pytest.fixture(scope="module")
-def plans(tmp_path_factory) -> AuthorityPlans:
-    return AuthorityPlans(table5("smoke"), tmp_path_factory.mktemp("plans"), show=False)
+def plans(tmp_path_factory) -> Plans:
+    return Plans(table5("smoke"), tmp_path_factory.mktemp("plans"), show=False)
 
 
 @pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
@@ -53,15 +68,19 @@ def test_mistakes_in_settings_are_named():
 
 def test_a_prompt_out_of_view_is_refused(tmp_path):
     with pytest.raises(ValueError, match="in view"):
-        HuntModels(replace(table5("smoke"), horizon=80), tmp_path)
+        AuthorityWork(replace(table5("smoke"), horizon=80), tmp_path).check()
 
 
 def test_paper_values_stand_where_they_belong():
-    assert paper_table5("latent_forced", 0.3, "(A, B)", "goal_b") == 0.672
-    assert paper_table5("latent_forced", 0.5, "(A, B)", "goal_b") is None
-    assert paper_table5("standard", 0.0, "(A, None)", "goal_a") == 0.304
-    assert paper_table5("baseline", 0.0, "(B, B)", "goal_b") == 0.622
-    assert paper_table5("standard", 0.0, "(A, B)", "neither") is None
+    def value(arm, p, condition, metric):
+        return published(arm, metric, {"task": "treasure", "p": p, "condition": condition})
+
+    assert value("latent_forced", 0.3, "(A, B)", "goal_b") == 0.672
+    assert value("latent_forced", 0.5, "(A, B)", "goal_b") is None
+    assert value("standard", 0.0, "(A, None)", "goal_a") == 0.304
+    assert value("baseline", 0.0, "(B, B)", "goal_b") == 0.622
+    assert value("standard", 0.0, "(A, B)", "neither") is None
+    assert value("ball", 0.3, "(A, B)", "goal_b") is None
 
 
 # ---------------------------------------------------------------- Treasure Hunt
@@ -93,10 +112,12 @@ class Says:
 @pytest.mark.parametrize("channel", ["text", "vector"])
 def test_conditions_show_what_they_say(hunt, channel, monkeypatch):
     """A player of one channel alone answers exactly what that channel states; with that channel blank, nothing."""
-    monkeypatch.setattr("sidestream.papers.authority_run.greedy", Says(hunt, channel))
+    monkeypatch.setattr(f"{WHERE}.greedy", Says(hunt, channel))
     monkeypatch.setattr(
-        "sidestream.papers.authority_run._vectors",
-        lambda model, vector, goals: [None if vector == "noise" else (b if vector == "b" else a) for a, b in goals],
+        f"{WHERE}._vectors",
+        lambda model, vector, goals: (
+            None if vector == "none" else [None if vector == "noise" else (b if vector == "b" else a) for a, b in goals]
+        ),
     )
     for text, vector in CONDITIONS.values():
         stated = text if channel == "text" else vector
@@ -110,15 +131,15 @@ def test_half_of_each_goal_is_neither_and_is_told(hunt):
     for code, item, outcome in ((a, a, "a"), (b, b, "b"), (a, b, "mixed"), (b, a, "mixed")):
         assert _named((a, b), code.code_ids + item.item_ids, hunt.vocabulary.decode) == outcome
     assert _named((a, b), a.code_ids, hunt.vocabulary.decode) == "neither"
-    trained = hunt.experiment.trained("treasure")[0]
-    found = {cell["metric"]: cell["value"] for cell in _cells(trained, "(A, B)", ["a", "mixed", "neither", "b"])}
-    assert found == {"goal_a": 0.25, "goal_b": 0.25, "neither": 0.5, "mixed": 0.25}
+    trained = hunt.settings.trained("treasure")[0]
+    found = {one.metric: one.values for one in counted(trained, "(A, B)", ["a", "mixed", "neither", "b"])}
+    assert found == {"goal_a": [1, 0, 0, 0], "goal_b": [0, 0, 0, 1], "neither": [0, 1, 1, 0], "mixed": [0, 1, 0, 0]}
 
 
 def test_a_blank_text_states_no_goal(hunt, monkeypatch):
     shown = []
     monkeypatch.setattr(
-        "sidestream.papers.authority_run.greedy",
+        f"{WHERE}.greedy",
         lambda model, forced, new_tokens, **_: shown.extend(forced) or [[0] * new_tokens for _ in forced],
     )
     ask_treasure(None, hunt, "none", "none", closed=True)
@@ -138,16 +159,16 @@ def test_overrides_in_training_state_another_goal_and_keep_the_answer(hunt):
     for before, after in changed:
         assert (after.goal_ids, after.target_ids) == (before.goal_ids, before.target_ids)
         assert "passcode" in hunt.vocabulary.decode(after.context_ids[:-8])
-        assert sum(map(len, after)) - 1 <= hunt.experiment.window
+        assert sum(map(len, after)) - 1 <= hunt.settings.window
 
 
 def test_training_rows_keep_the_prompt_in_view(hunt):
     longest = max(sum(map(len, problem.example)) for problem in hunt.training)
-    assert hunt.experiment.window - 8 < longest <= hunt.experiment.window + 1
+    assert hunt.settings.window - 8 < longest <= hunt.settings.window + 1
 
 
 def test_training_in_a_ball_is_harder_than_outside(hunt):
-    model = hunt._attached(hunt._fresh(hunt.experiment.encoder), dynamic=False)
+    model = hunt.attached(hunt.fresh(hunt.settings.encoder), pool_layer=1)
     torch.nn.init.normal_(model.channel.film.projection.weight, std=0.3)
     ids = torch.tensor([problem.forced_ids + problem.answer_ids for problem in hunt.tests[:1] * 4])
     labels = torch.full_like(ids[:, :-1], -100)
@@ -156,6 +177,8 @@ def test_training_in_a_ball_is_harder_than_outside(hunt):
     pooled = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     losses = [BallLM(model, radius=r, steps=2)(**batch, pooled=pooled)["loss"].item() for r in (1e-6, 0.1, 0.5)]
     assert losses[0] < losses[1] < losses[2]
+    # Every row has as many scored tokens, so that next to no ball gives what no ball gives.
+    assert losses[0] == pytest.approx(ScoredLM(model)(**batch, pooled=pooled)["loss"].item(), rel=1e-4)
     BallLM(model, radius=0.1, steps=1)(**batch, pooled=pooled)["loss"].backward()
     assert model.channel.film.projection.weight.grad.abs().sum() > 0
 
@@ -178,7 +201,7 @@ def test_only_the_goal_is_blanked(plans):
 
 
 def test_rows_are_masked_for_the_decoder_alone(plans):
-    texts, marks = plans.encoded("faithful", own=False), plans.vocabulary.encode(f"{GOAL} {PLAN}")
+    texts, marks = plans.models.encoded("faithful", own=False), plans.vocabulary.encode(f"{GOAL} {PLAN}")
     size = {"batch_size": 8, "steps": 4, "seed": 0}
     never, always, some = (MaskedPlans(texts, mask=p, marks=marks, **size) for p in (0.0, 1.0, 0.5))
     masked = 0
@@ -210,11 +233,15 @@ class Plays:
 
 @pytest.mark.parametrize("channel", ["text", "vector"])
 def test_plans_count_for_the_channel_that_is_followed(plans, channel, monkeypatch):
-    monkeypatch.setattr("sidestream.papers.authority_run.run_episodes", Plays(plans, channel))
+    monkeypatch.setattr(f"{WHERE}.run_episodes", Plays(plans, channel))
     decode = plans.vocabulary.decode
     monkeypatch.setattr(
-        "sidestream.papers.authority_run._vectors",
-        lambda model, vector, goals: ["" if vector == "noise" else decode(b if vector == "b" else a) for a, b in goals],
+        f"{WHERE}._vectors",
+        lambda model, vector, goals: (
+            None
+            if vector == "none"
+            else ["" if vector == "noise" else decode(b if vector == "b" else a) for a, b in goals]
+        ),
     )
     for text, vector in CONDITIONS.values():
         stated = text if channel == "text" else vector
@@ -242,7 +269,7 @@ SMALL = replace(FULL, tasks=("treasure",), arms=("baseline", "standard"))
 def test_every_cell_at_smoke_scale(tmp_path, experiment):
     experiment = replace(experiment, test_problems=4, sweep=(0.3,), train_problems=16)
     experiment = replace(experiment, blocksworld=replace(experiment.blocksworld, test_problems=2, train_problems=16))
-    results = run_table5(experiment, tmp_path / "run", command="test", jobs=1)
+    results = run(experiment, tmp_path / "run", command="test", engine=LocalEngine(1))
     assert load_results(tmp_path / "run" / "results.json")["cells"] == results["cells"]
     seen = {(c["where"]["task"], c["arm"], c["where"]["condition"], c["metric"]) for c in results["cells"]}
     for task in experiment.tasks:
@@ -253,16 +280,33 @@ def test_every_cell_at_smoke_scale(tmp_path, experiment):
     by_place: dict[str, float] = {}
     for cell in results["cells"]:
         key = json.dumps([cell["arm"], cell["where"]])
-        by_place[key] = by_place.get(key, 0.0) + cell["value"] * (cell["metric"] in METRICS)
-    assert all(total == pytest.approx(1.0) for total in by_place.values()) and len(METRICS) == 3
+        by_place[key] = by_place.get(key, 0.0) + cell["value"] * (cell["metric"] != "mixed")
+    assert all(total == pytest.approx(1.0) for total in by_place.values())
     assert any(note.startswith("Utility first") for note in results["notes"])
     page = write_report(tmp_path / "run").read_text(encoding="utf-8")
     assert "Authority over p" in page and (tmp_path / "run" / "authority.png").exists()
-    assert run_table5(experiment, tmp_path / "run", command="test", resume=True) == results
-    with pytest.raises(ValueError, match="--resume"):
-        run_table5(experiment, tmp_path / "run", command="test")
+    (tmp_path / "run" / "results.json").unlink()
+    again = run(experiment, tmp_path / "run", command="test", resume=True)
+    assert again["cells"] == results["cells"] and again["parameters"] == results["parameters"]
+
+
+def test_jobs_need_what_they_share(tmp_path):
+    jobs = {job.name: job for job in AuthorityWork(FULL, tmp_path).jobs()}
+    assert jobs["treasure-goal"].needs == ("treasure-base",) and jobs["treasure-ball"].needs == ("treasure-goal",)
+    assert jobs["blocksworld-standard"].needs == ("blocksworld/static",) and not jobs["treasure-baseline"].needs
+    closed = AuthorityWork(replace(FULL, arms=("baseline",)), tmp_path).jobs()
+    assert [job.name for job in closed] == ["treasure-baseline", "blocksworld-baseline"]
+
+
+def test_a_run_that_an_older_version_began_is_told(tmp_path):
+    work = AuthorityWork(SMALL, tmp_path)
+    work.check()
+    (tmp_path / "treasure-standard").mkdir()
+    (tmp_path / "treasure-standard" / "arm.json").write_text("{}")
+    with pytest.raises(ValueError, match="older version"):
+        work.check()
 
 
 def test_scale_is_named():
     with pytest.raises(ValueError, match="smoke, cpu or paper"):
-        authority.table5("tiny")  # type: ignore[arg-type]
+        table5("tiny")  # type: ignore[arg-type]
