@@ -21,8 +21,7 @@ from sidestream.experiments.settings import from_json
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.papers.lsar import Stages
 from sidestream.papers.lsar.hunt import Hunted, HuntWork
-from sidestream.papers.planning import PlanData, Table3
-from sidestream.papers.planning_models import PlanModels
+from sidestream.papers.lsar.planning import Planning, PlanWork
 from sidestream.tasks import treasure
 from sidestream.tasks.base import Example
 from sidestream.tasks.blocksworld import Problem, satisfies, state_goal, state_graph
@@ -31,7 +30,7 @@ from sidestream.tasks.blocksworld_data import problems as blocksworld_problems
 from sidestream.tasks.treasure import TreasureProblem
 from sidestream.training.loop import FINAL, train
 from sidestream.training.objectives import BallLM, ScoredLM
-from sidestream.training.planning import MaskedPlans, PlanLM, collate_plans
+from sidestream.training.planning import MaskedPlans, PlanData, PlanLM, collate_plans
 
 Task = Literal["treasure", "blocksworld"]
 TASKS: tuple[Task, ...] = ("treasure", "blocksworld")
@@ -288,7 +287,7 @@ class Plans:
         self.own = settings.blocksworld
         self.directory = directory
         same = {name: value for name, value in vars(self.own).items() if name != "pool_layer"}
-        table3 = Table3(
+        table3 = Planning(
             scale=settings.scale,
             seed=settings.seed,
             split=settings.split,
@@ -300,7 +299,7 @@ class Plans:
             prompt_scored=False,
             **same,
         )
-        self.models = PlanModels(table3, directory / "blocksworld", show=show)
+        self.models = PlanWork(table3, directory / "blocksworld", show=show)
         self.vocabulary = self.models.vocabulary
 
     @cached_property
@@ -335,7 +334,7 @@ class Plans:
             ),
             Job(
                 name=goal,
-                work=lambda: self.models._align("static", self.attached(self.models.base("faithful"))),
+                work=lambda: self.models.align("static", self.attached(self.models.base("faithful"))),
                 needs=(base,),
                 stages={self.directory / goal / "stage2": self.own.stage2.steps},
             ),
@@ -366,7 +365,7 @@ class Plans:
         base, path = self.models.base("faithful"), self.directory / trained.name / "stage3"
         model = self.attached(base)
         if not (path / FINAL).exists():
-            self.models._align("static", model)
+            self.models.align("static", model)
         model.channel.encoder.requires_grad_(self.own.train_encoder)
         loop, seed = self.own.stage3, self.settings.seed
 
