@@ -184,7 +184,7 @@ def saved_subject(
     Raises:
         ValueError: files are missing or damaged, or the records cannot be attacked.
     """
-    records = read_goals(data)
+    records = read_goals(str(data))
     model = load(path).eval()
     if model.channel is None:
         raise ValueError(f"{path} has no goal channel, and the audit attacks one")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sidestream.channels import LatentState
+from sidestream.evaluation.attacks_vector import noise_like
 from sidestream.evaluation.planning import run_episodes
 from sidestream.experiments.report.figures import DASHES, Line, lines_figure
 from sidestream.experiments.report.page import Page, Section
@@ -24,7 +25,6 @@ from sidestream.lm.models.backbones import Backbone, parameter_count
 from sidestream.papers.lsar import training_flops
 from sidestream.papers.lsar.authority_models import Hunt, Plans, PlanSettings, Table5, Task, Trained
 from sidestream.papers.lsar.recall import table1
-from sidestream.papers.planning_run import noise_like
 from sidestream.tasks import treasure
 from sidestream.tasks.blocksworld import Problem
 from sidestream.tasks.blocksworld_data import GOAL, PLAN, blank_goal, prompt_text
