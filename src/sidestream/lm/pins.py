@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from sidestream.channels import LatentState
 from sidestream.channels.rotation import Rotation
 from sidestream.lm.blocks import text_config
-from sidestream.lm.cache import CACHE_NAME, LatentCache
+from sidestream.lm.cache import CACHE_NAME, LatentCache, feed_for
 from sidestream.lm.encoding import changed
 from sidestream.lm.pinning import check_room, find_rotation, in_front
 from sidestream.lm.reading import Goal
-from sidestream.lm.terms import InForce, checkpoints
+from sidestream.lm.terms import InForce, checkpoints, lift, put_in_force
 from sidestream.lm.window import Window
 
 
@@ -126,6 +126,20 @@ class Pins(nn.Module):
         if labels is not None:
             output.loss = self.lm.loss_function(output.logits, labels, vocab_size=text_config(self.lm).vocab_size)
         return output
+
+    def _behind_entries(self, state: LatentState, ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Any:
+        """What the wrapped model gives below its head, the goal's entries put before the text, not read again."""
+        check_room(self.lm, state.entries.shape[1], ids.shape[1])  # type: ignore[union-attr]
+        cache = self.new_cache(state)
+        terms = None if state.goal is None else self._advance(state, ids, mask)[0]
+        feed, _ = feed_for(self.lm, cache, ids, mask)
+        cache.running = put_in_force(terms)
+        try:
+            return self.lm.base_model(**{**kwargs, **feed, CACHE_NAME: cache, "use_cache": True})
+        finally:
+            lift(cache.running)
+            cache.running = None
+            cache.lift_goal()
 
     def _terms_in_front(self, state: LatentState, ids: Tensor, mask: Tensor | None, ahead: int) -> Tensor | None:
         """(B, ahead + T, L, 2, D) FiLM terms, none at the goal's own tokens."""
