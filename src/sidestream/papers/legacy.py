@@ -5,7 +5,6 @@ A table that moves takes its entries of `LISTED`, `TABLES` and `RUN` away from h
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from markupsafe import Markup
 
@@ -40,11 +39,6 @@ LISTED = {
         "smoke": "a minute on 2 CPU cores",
         "cpu": "about an hour on 2 CPU cores for the models of lsar.table5",
     },
-    "goals.needle": {"title": ""},
-    "goals.webshop": {"title": ""},
-    "goals.tau": {"title": ""},
-    "goals.webshop_vector": {"title": ""},
-    "goals.tau_vector": {"title": ""},
 }
 HEADLINE_ATTACKS = (
     "any override",
@@ -110,22 +104,6 @@ AUDIT = {
     "model": Look("the model", "", dashed=False),
     "latent_forced-p0.3": Look("Latent-Forced, p = 0.3", "", dashed=False),
 }
-NEEDLE = {
-    "closed": Look("no goal", "", dashed=False),
-    "sinks": Look("first 4 tokens kept (attention sinks)", "", dashed=False),
-    "in_text": Look("goal's text put back every W tokens", "", dashed=False),
-    "swapped": Look("another record's goal in the channel", "", dashed=False),
-    "channel": Look("goal in the channel", "", dashed=False),
-}
-GOALS = {
-    "channel": Look("goal in the channel", "", dashed=False),
-    "in_text": Look("goal's text in the window", "", dashed=False),
-    "vector": Look("nearest vector", "", dashed=False),
-    "words": Look("shared words (TF-IDF)", "", dashed=False),
-}
-_goals = partial(
-    Table, at=table3, work=None, metrics={"accuracy": Metric("Answer right"), "top1": Metric("Right goal ranked first")}
-)
 TABLES = [
     Table(
         name="lsar.table3",
@@ -172,11 +150,6 @@ TABLES = [
         sections=_authority_sections,
         plain=("attack",),
         about=HELP,
-    ),
-    _goals(name="goals.needle", heading="goals.needle", arms=NEEDLE),
-    *(
-        _goals(name=f"goals.{kind}", heading=f"goals.{kind}", arms=GOALS)
-        for kind in ("webshop", "tau", "webshop_vector", "tau_vector")
     ),
 ]
 RUN = {"lsar.table3": run_table3, "lsar.table5": run_table5, "audit": run_audit}
