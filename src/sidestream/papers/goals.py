@@ -1,17 +1,14 @@
-"""What a goal kept beside the window is worth on real text, untrained: a needle past the window, and which goal a real
-agent run belongs to.
+"""Which goal does a real agent run belong to? Goals pinned, beside goals in the text and none, untrained.
 
-`goals.needle_pinned`: facts are given once, then pages of other text, then a question. `goals.webshop_pinned` and
-`goals.tau_pinned`: N goals are offered for the last W tokens of a run, and the one under which they are likeliest is
-taken. Every arm and every goal is asked the same tokens (`evaluation.scoring`). Results of `goals.*` without `_pinned`
-hold a trained channel's numbers, and can be read.
+N goals are offered for the last W tokens of a run, and the one under which they are likeliest is taken. Every arm and
+every goal is asked the same tokens (`evaluation.scoring`). `goals_needle` has the other tables of goals on real text.
+Results of `goals.*` without `_pinned` hold a trained channel's numbers, and can be read.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,7 +19,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from torch.nn.functional import normalize
 
 from sidestream.channels import LatentState
-from sidestream.evaluation.scoring import SINKS, Score, View, asked_tokens, read_goals, score, view_of
+from sidestream.evaluation.scoring import Score, View, asked_tokens, read_goals, score, view_of
 from sidestream.evaluation.stats import paired_bootstrap
 from sidestream.experiments.report.figures import bars_figure
 from sidestream.experiments.report.page import Page, Section
@@ -32,20 +29,13 @@ from sidestream.experiments.settings import Scale, Settings
 from sidestream.experiments.table import BLUE, GREEN, GREY, ORANGE, RED, SKY, WINE, Look, Metric, Table
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.base import chat_template, load_base, load_tokenizer, offsets, pooled_goals
-from sidestream.lm.cache import CACHE_NAME, Window
 from sidestream.lm.prompts import opening, prompt_ids
 from sidestream.lm.saving import load
 from sidestream.tasks import goals_agents
 from sidestream.tasks.base import data_hash
 from sidestream.tasks.goals import GoalRecord, Tokens, tokens
-from sidestream.tasks.needle import FACTS, needles
 
 LISTED = {
-    "goals.needle_pinned": {
-        "title": "Facts asked for after they left the window: goal pinned, in the text, put back, or not at all",
-        "smoke": "a minute on 2 CPU cores",
-        "cpu": "about 5 minutes on 2 CPU cores",
-    },
     "goals.webshop_pinned": {
         "title": "Which of N goals does the end of a WebShop session belong to? Pinned beside text and none",
         "smoke": "a minute on 2 CPU cores",
@@ -64,8 +54,6 @@ LISTED = {
 }
 TRAINED = ("channel", "vector")
 """Arms that need a trained run."""
-ROUNDS = 5
-"""Of what is timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,24 +89,6 @@ class Goals(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needle(Goals):
-    """Settings of the needle table."""
-
-    table: str = "goals.needle_pinned"
-    """The name it is run under."""
-    arms: tuple[str, ...] = Goals.known[:-1]
-    """Arms, in the order of the report."""
-    words: int
-    """Words of other text between the facts and the question."""
-    facts: tuple[str, ...] = tuple(FACTS)
-    """Facts that a goal states; one of them is asked for."""
-    filler: str | None = None
-    """Text file to take the other text from, its last tenth; null for the built-in page."""
-    speed: bool = True
-    """Time a stream of text in each arm as well."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Runs(Goals):
     """Settings of the tables of agent runs."""
 
@@ -138,13 +108,6 @@ class Runs(Goals):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(candidates=2)
-
-
-def needle(scale: Scale) -> Needle:
-    """The needle table at one of its scales."""
-    if scale == "smoke":
-        return Needle(scale="smoke", window=64, problems=4, words=80)
-    return Needle(scale=scale, window=64, problems=200, words=256)
 
 
 def runs(table: str, scale: Scale) -> Runs:
@@ -199,16 +162,20 @@ class GoalsWork(Work[Any]):
         """Which of them an arm is about."""
         return self.trained if arm in TRAINED else self.pinning
 
-    def texts(self, model: AttachedLM) -> tuple[list[Tokens], list[list[int]]]:
-        """Trajectories and, as they stand before a text, goals. What every text begins with is the goals' alone."""
+    def texts(
+        self, model: AttachedLM, records: Sequence[GoalRecord] | None = None
+    ) -> tuple[list[Tokens], list[list[int]]]:
+        """Trajectories and, as they stand before a text, goals, of the table's own records if none are given. What
+        every text begins with is the goals' alone."""
+        records = self.records if records is None else records
         words: Any = model.tokenizer
         plain, template, begin = offsets(words, special=True), chat_template(words), opening(words)
         made = []
-        for record in self.records:
+        for record in records:
             found = tokens(record, template, plain)
             first = len(begin) if list(found.ids[: len(begin)]) == begin else 0
             made.append(Tokens(found.ids[first:], found.scored[first:]))
-        return made, [prompt_ids(words, record.goal + "\n") for record in self.records]
+        return made, [prompt_ids(words, record.goal + "\n") for record in records]
 
     def states(self, arm: str, heads: Sequence[Sequence[int]]) -> list[LatentState]:
         """What holds the goals beside the window; nothing in arms of text."""
@@ -284,117 +251,10 @@ class GoalsWork(Work[Any]):
         return made
 
 
-# ---------------------------------------------------------------- needle
-
-
-class NeedleWork(GoalsWork):
-    """The needle table."""
-
-    settings: Needle
-    relative_of = "accuracy"
-
-    @cached_property
-    def records(self) -> list[GoalRecord]:
-        """Problems of the test split."""
-        e = self.settings
-        made = needles("test", e.problems, seed=e.seed, words=(e.words, e.words), facts=e.facts, filler=e.filler)
-        return [GoalRecord(f"needle {k}", one.goal, one.trajectory, (), one.answer) for k, one in enumerate(made)]
-
-    @cached_property
-    def where(self) -> dict[str, Any]:
-        """W and the distance."""
-        return {"W": self.settings.window, "words": self.settings.words}
-
-    def jobs(self) -> list[Job]:
-        """The arms, and the timing of them together."""
-        return super().jobs() + ([Job(name="speed", work=self.speed)] if self.settings.speed else [])
-
-    def arm(self, arm: str) -> Measured:
-        """Answers right and loss a token; tokens of the window and tokens read that the goal costs."""
-        e, model = self.settings, self.model(arm)
-        texts, heads = self.texts(model)
-        states, views = self.states(arm, heads), []
-        for row, (text, head) in enumerate(zip(texts, heads, strict=True)):
-            asked = asked_tokens(text, e.window, len(head))
-            views.append(arm_view(arm, text, head, e.window, asked, every=e.every, goal=row if states else None))
-        if arm == "another":
-            others = other_goals([record.goal for record in self.records])
-            views = [view._replace(goal=others[row]) for row, view in enumerate(views)]
-        scores = score(model, views, states)
-        read = []
-        for text, head in zip(texts, heads, strict=True):
-            times = {"none": 0, "channel": 0, "reinserted": 1 + (len(text.ids) - 1) // (e.every or e.window)}
-            read.append(min(SINKS, len(head)) if arm == "sinks" else len(head) * times.get(arm, 1))
-        return Measured(
-            outcomes=[
-                self.outcome(arm, "accuracy", [float(one.right) for one in scores]),
-                self.outcome(arm, "loss", [one.loss / one.tokens for one in scores]),
-                self.outcome(arm, "goal_tokens", [view.spent for view in views]),
-                self.outcome(arm, "tokens_spent", read),
-            ]
-        )
-
-    @torch.no_grad()
-    def speed(self) -> Measured:
-        """Tokens of a text a second, read one at a time, arms in turns. Goals put back are read too and do not
-        count."""
-        window, model = self.settings.window, self.pinning
-        texts, heads = self.texts(model)
-        arms = [arm for arm in ("none", "text", "reinserted", "pinned") if arm in self.settings.arms]
-        found: dict[str, list[float]] = {arm: [] for arm in arms}
-        for turn in range(ROUNDS + 1):
-            row = turn % len(texts)
-            for arm in arms[:: 1 if turn % 2 else -1]:
-                rate = streamed(model, arm, texts[row].ids, heads[row], window)
-                if turn:  # the first warms up
-                    found[arm].append(rate)
-        return Measured(outcomes=[self.outcome(arm, "tokens_per_s", rates) for arm, rates in found.items()])
-
-    def notes(self, found: Found) -> list[str]:
-        """What is measured, and paired tests."""
-        made = [
-            "The window is computed anew for each prediction, at positions 0 to W-1: nothing older reaches a logit.",
-            "Relative: (M - none) / (goal in front of the full window - none), of answers right.",
-            f"tokens_per_s: text read one token at a time, median of {ROUNDS} rounds in turns. The goal at the "
-            "window's head is held there as entries; the window has so many tokens less.",
-        ]
-        for other in ("text", "text_free", "reinserted", "none"):
-            made += found.paired("accuracy", Side("pinned", self.where), Side(other, self.where), where="Answers")
-        return made + self.differences(found, "loss", "Nats a token")
-
-
 def arm_view(arm: str, text: Tokens, head: Sequence[int], window: int, asked: frozenset[int], **options: Any) -> View:
     """`view_of` of an arm of these tables: what holds a goal beside the window leaves the window alone."""
     kind: Any = "pinned" if arm in ("another", "channel") else arm
     return view_of(kind, text, head, window, asked, **options)
-
-
-def other_goals(goals: Sequence[str]) -> list[int]:
-    """For each record the next one that has another goal.
-
-    Raises:
-        ValueError: there is one goal only.
-    """
-    count = len(goals)
-    if len(set(goals)) < 2:
-        raise ValueError("the arm 'another' needs two different goals, and there is one; leave it out of --arms")
-    return [
-        next(k % count for k in range(row + 1, row + count) if goals[k % count] != goals[row]) for row in range(count)
-    ]
-
-
-def streamed(model: AttachedLM, arm: str, text: Sequence[int], head: Sequence[int], window: int) -> float:
-    """Tokens of text a second, W of them behind a full window, each seeing the last W."""
-    ids = (list(text) * (2 * window // len(text) + 1))[: 2 * window]
-    held = window - len(head) if arm == "text" else window
-    goal = [list(head)] if arm in ("text", "pinned") else None
-    cache = model.new_cache(goal, window=Window(size=max(2, held), policy="rolling"))
-    model(torch.tensor([ids[:window]], device=model.device), **{CACHE_NAME: cache})
-    begun = time.perf_counter()
-    for at in range(window, 2 * window):
-        again = list(head) if arm == "reinserted" and at % window == 0 else []
-        model(torch.tensor([[*again, ids[at]]], device=model.device), **{CACHE_NAME: cache})
-    return window / (time.perf_counter() - begun)
 
 
 # ---------------------------------------------------------------- agent runs
@@ -536,14 +396,6 @@ ARMS = {
     "words": Look("shared words (TF-IDF)"),
 }
 RELATIVE = Metric("Relative to the goal in front", "bootstrap")
-NEEDLE_METRICS = {
-    "accuracy": Metric("Answer right"),
-    "loss": Metric("Nats a token of the answer", "bootstrap"),
-    "goal_tokens": Metric("Window's tokens spent on the goal", "mean"),
-    "tokens_spent": Metric("Tokens read for the goal", "mean"),
-    "tokens_per_s": Metric("Tokens a second", "median"),
-    "relative": RELATIVE,
-}
 RUNS_METRICS = {
     "top1": Metric("Right goal ranked first"),
     "pairs": Metric("Pairs won", chance=0.5),
@@ -562,19 +414,12 @@ _EARLIER = {
     "words": Look("shared words (TF-IDF)"),
 }
 _earlier = partial(
-    Table, at=needle, work=None, metrics={"accuracy": Metric("Answer right"), "top1": Metric("Right goal ranked first")}
+    Table,
+    at=partial(runs, ""),
+    work=None,
+    metrics={"accuracy": Metric("Answer right"), "top1": Metric("Right goal ranked first")},
 )
 TABLES = [
-    Table(
-        name="goals.needle_pinned",
-        heading="A needle past the window: goals kept beside it",
-        at=needle,
-        work=NeedleWork,
-        metrics=NEEDLE_METRICS,
-        arms=ARMS,
-        sections=sections,
-        alone=True,
-    ),
     *(
         Table(
             name=f"goals.{kind}_pinned",
