@@ -167,8 +167,8 @@ class NeedleWork(GoalsWork):
         made = [
             "The window is computed anew for each prediction, at positions 0 to W-1: nothing older reaches a logit.",
             "Relative: (M - none) / (goal in front of the full window - none), of answers right.",
-            f"tokens_per_s: text read one token at a time, median of {self.settings.rounds} rounds in turns. The goal at the "
-            "window's head is held there as entries; the window has so many tokens less.",
+            f"Tokens a second: text read one token at a time, median of {self.settings.rounds} rounds in turns. A goal "
+            "at the window's head is held there as entries, and the window has so many tokens less.",
         ]
         for other in ("text", "text_free", "reinserted", "none"):
             made += found.paired("accuracy", Side("pinned", self.where), Side(other, self.where), where="Answers")
