@@ -1,18 +1,15 @@
 """A channel for a model that exists: what trains, what stays, resume, the files, and that goals are learned."""
 
 import json
-import runpy
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import sidestream
 from sidestream import cli
-from sidestream.evaluation.goals import _other_goals, goal_cells, goal_outcomes, goal_ranks
-from sidestream.experiments.results import load_results
+from sidestream.evaluation.goals import _other_goals, goal_cells, goal_outcomes
 from sidestream.lm.models.base import load_base, load_tokenizer, offsets, pooled_goals
 from sidestream.lm.saving.card import push_to_hub, shown_name, write_card
 from sidestream.tasks import goals_agents
@@ -375,39 +372,6 @@ def test_what_is_pushed_names_no_folder_of_this_machine(base, words, tmp_path, m
         write_card(tmp_path)
 
 
-# ---------------------------------------------------------------- which goal belongs to a run
-
-
-def test_the_right_goal_is_found_where_the_text_depends_on_it(words):
-    """By hand: the loss of the text after each goal, ranked; batches of any size say the same."""
-    model = attach_channel(fresh(words), SMALL, words)
-    made = [GoalRecord("here", f"the code is {k}", f"and the code is {k} {k} {k}", (), None) for k in "abcdef"]
-    texts = [tokens(record, None, offsets(words, special=True)) for record in made]
-    goals = [words(record.goal)["input_ids"] for record in made]
-    told = goal_ranks(model, texts, goals, window=24, candidates=6, arm="in_text")
-    assert told == goal_ranks(model, texts, goals, window=24, candidates=6, arm="in_text", batch_size=4)
-    for rank, text, right in zip(told, texts, goals, strict=True):
-        losses = []
-        for goal in goals:
-            ids = torch.tensor([[*goal[:12], *text.ids[:-1]]])
-            scores = model.lm(ids).logits[0, -len(text.ids) + 1 :].log_softmax(-1)
-            losses.append(-scores.gather(1, torch.tensor(text.ids[1:])[:, None]).sum().item())
-        assert rank == sum(loss < losses[goals.index(right)] for loss in losses)
-    assert set(told) != {0}, "a random model cannot tell them all"
-    # Goals of different lengths: each is judged by the same tokens, else the longest would win by leaving fewest.
-    goals = [goal[: 2 + k] for k, goal in enumerate(goals)]
-    room = 12 - max(len(goal[:6]) for goal in goals)
-    told = goal_ranks(model, texts, goals, window=12, candidates=6, arm="in_text")
-    for rank, text, right in zip(told, texts, goals, strict=True):
-        losses, last = [], text.ids[-1 - room :]
-        for goal in goals:
-            scores = model.lm(torch.tensor([[*goal[:6], *last[:-1]]])).logits[0, -room:].log_softmax(-1)
-            losses.append(-scores.gather(1, torch.tensor(last[1:])[:, None]).sum().item())
-        assert rank == sum(loss < losses[goals.index(right)] for loss in losses)
-    with pytest.raises(ValueError, match="6 different goals, and 7 candidates"):
-        goal_ranks(model, texts, goals, window=8, candidates=7)
-
-
 def test_agent_runs_become_records_without_their_goal(tmp_path):
     shop = {"goal": "a red hat ", "steps": [{"action": "reset", "observation": "Instruction: a red hat"}]}
     tau = {
@@ -433,20 +397,3 @@ def test_agent_runs_become_records_without_their_goal(tmp_path):
     many = [GoalRecord("", f"goal {k % 40}", "text", (), None) for k in range(80)]
     train, test = goals_agents.part(many, "train"), goals_agents.part(many, "test")
     assert len(train) + len(test) == 80 and train and test and not {r.goal for r in train} & {r.goal for r in test}
-
-
-def test_the_real_tasks_write_results(base, goals, tmp_path, monkeypatch):
-    """Both at smoke size: a file in the format of `results/`, every arm in it."""
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "--model", str(base), "--data", str(goals), "--out", "run", *WORDS]) == 0
-    script = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "goal_tasks.py"))
-    script["main"](["needle", "--model", "run", "--limit", "2", "--scale", "smoke", "--out", "needle.json"])
-    found = load_results(tmp_path / "needle.json")
-    assert {cell["arm"] for cell in found["cells"]} == {"closed", "sinks", "in_text", "swapped", "channel"}
-    spent = {cell["arm"]: cell["value"] for cell in found["cells"] if cell["metric"] == "tokens_spent"}
-    assert spent["channel"] == 0 < spent["in_text"] and found["cells"][0]["where"] == {"W": 24, "words": 96}
-    options = ["--data", str(goals), "--candidates", "3", "--limit", "8", "--scale", "smoke", "--out", "ranks.json"]
-    script["main"](["retrieval", "--model", "run", *options])
-    found = load_results(tmp_path / "ranks.json")["cells"]
-    assert {cell["metric"] for cell in found} == {"top1", "reciprocal_rank"}
-    assert {cell["arm"] for cell in found} == {"channel", "in_text", "vector", "words"}

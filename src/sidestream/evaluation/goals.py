@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -141,72 +140,6 @@ def _other_goals(goal_ids: Sequence[Sequence[int]]) -> list[int]:
     ]
 
 
-@torch.no_grad()
-def goal_ranks(
-    model: AttachedLM,
-    texts: Sequence[Tokens],
-    goal_ids: Sequence[Sequence[int]],
-    *,
-    window: int,
-    candidates: int,
-    arm: Literal["channel", "in_text"] = "channel",
-    heads: Sequence[Sequence[int]] | None = None,
-    batch_size: int = 16,
-    seed: int = 0,
-) -> list[int]:
-    """Which goal belongs to a trajectory whose last window is all that is seen? Goals are ranked by the loss of the
-    scored tokens under each.
-
-    Args:
-        model: base model with a channel.
-        texts: trajectories.
-        goal_ids: their goals.
-        window: W.
-        candidates: how many goals are offered: the right one and others, drawn among goals that differ from it.
-        arm: each candidate in the channel, or its text at the head of the window.
-        heads: as for `goal_outcomes`.
-        batch_size: rows at a time.
-        seed: of the candidates.
-
-    Returns:
-        How many of the other goals were better than the right one, for every trajectory; 0 is right.
-
-    Raises:
-        ValueError: fewer different goals than candidates.
-    """
-    pooled = pooled_goals(model, goal_ids).to(model.device)
-    ranks = []
-    for text, offered in zip(texts, offered_goals(goal_ids, candidates, seed), strict=True):
-        losses: list[float] = []
-        # Under every goal the same tokens are scored: with a shorter goal the window would hold more of them.
-        longest = max(len((heads or goal_ids)[which]) for which in offered)
-        room = window - min(longest, window // 2) if arm == "in_text" else None
-        for start in range(0, candidates, batch_size):
-            part = offered[start : start + batch_size]
-            state = LatentState(goal=model.channel.encoder.predict(pooled[part])) if arm == "channel" else None
-            rows = [_row(text, (heads or goal_ids)[which], window, arm, room) for which in part]
-            losses += [outcome.loss for outcome in _predict(model, rows, state)]
-        ranks.append(sum(loss < losses[0] for loss in losses[1:]))
-    return ranks
-
-
-def offered_goals(goal_ids: Sequence[Sequence[int]], candidates: int, seed: int) -> list[list[int]]:
-    """For every record the records whose goals it is offered: its own first, then others with other goals.
-
-    Raises:
-        ValueError: fewer different goals than candidates.
-    """
-    rng = random.Random(f"candidates {seed}")
-    offered = []
-    for index, goal in enumerate(goal_ids):
-        mine = tuple(goal)
-        others = list({tuple(other): k for k, other in enumerate(goal_ids) if tuple(other) != mine}.values())
-        if len(others) < candidates - 1:
-            raise ValueError(f"{len(others) + 1} different goals, and {candidates} candidates are asked for")
-        offered.append([index, *rng.sample(sorted(others), candidates - 1)])
-    return offered
-
-
 class _Row(NamedTuple):
     ids: list[int]
     """What a prediction sees."""
@@ -232,11 +165,9 @@ def _row(
     goal: Sequence[int],
     window: int,
     arm: Arm,
-    room: int | None = None,
     opening: Sequence[int] = (),
     every: int = 0,
 ) -> _Row:
-    """`room`: tokens of the text in the window; None for all that the head leaves."""
     last = max(at for at, scored in enumerate(text.scored) if scored)
     front = len(opening) if tuple(text.ids[: len(opening)]) == tuple(opening) else 0
     if arm == "reinserted":
@@ -248,7 +179,7 @@ def _row(
         head = (list(goal) + list(text.ids[front:]))[: min(SINKS, window // 2)]
     # Behind a pinned goal the text does not begin again.
     behind = bool(head) or arm == "pinned" and front < last
-    start = max(front if behind else 0, last - (window - len(head) if room is None else room))
+    start = max(front if behind else 0, last - window + len(head))
     ids = head + list(text.ids[start:last])
     wanted = head[1:] + list(text.ids[start : last + 1]) if head else list(text.ids[start + 1 : last + 1])
     # Behind its opening alone the first token of the text is scored, so behind opening and goal as well.

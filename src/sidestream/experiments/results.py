@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sidestream.evaluation.stats import McNemar, mcnemar_exact, mean_and_band, mean_sem, retrained, wilson
+from sidestream.evaluation.stats import (
+    McNemar,
+    mcnemar_exact,
+    mean_and_band,
+    mean_sem,
+    paired_bootstrap,
+    retrained,
+    wilson,
+)
 from sidestream.experiments.table import Table, load
 
 
@@ -45,8 +53,10 @@ def cell(outcome: Outcome, table: Table) -> dict[str, Any]:
         # Of fractions within a problem it is Wilson's at the same mean, which is conservative.
         low, high = wilson(round(value * n), n)
         interval = [min(low, value), max(high, value)]
-    elif kind == "mean":
+    elif kind == "mean" or kind == "bootstrap" and n == 1:
         value, *interval = mean_and_band(values)
+    elif kind == "bootstrap":
+        value, *interval = paired_bootstrap(values, [0.0] * n)
     else:
         value = statistics.median(values)
         facts = {"samples": [float(f"{sample:.6g}") for sample in values], **facts}

@@ -45,9 +45,10 @@ class Metric(NamedTuple):
     """How a metric is called and what its numbers are."""
 
     title: str
-    kind: Literal["share", "mean", "median"] = "share"
+    kind: Literal["share", "mean", "bootstrap", "median"] = "share"
     """`share`: in 0..1 for each problem, printed in percent, Wilson's interval. `mean`: any number, the mean's interval
-    by the normal approximation. `median`: of rounds of one run, without an interval."""
+    by the normal approximation. `bootstrap`: the same, by resampling problems. `median`: of rounds of one run, without
+    an interval."""
     chance: float | None = None
     """What guessing gives."""
 

@@ -228,6 +228,8 @@ class AttachedLM(AsModel, Hooked, Pins, TrainerModel):
         check_checkpointing(self.lm, None)
         state = self._start(goal, None, input_ids)
         if state is not None and state.keys is not None:
+            if not torch.is_grad_enabled():
+                return self._behind_entries(state, input_ids, attention_mask, kwargs)
             feed, ahead = in_front(self.lm, state, input_ids, attention_mask)
             with InForce(self._terms_in_front(state, input_ids, attention_mask, ahead)):
                 found = self.lm.base_model(**{**kwargs, **feed, "use_cache": False})

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from sidestream.channels import LatentState
 from sidestream.channels.rotation import Rotation
-from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache
+from sidestream.lm.decoding.cache import CACHE_NAME, LatentCache, feed_for
 from sidestream.lm.decoding.window import Window
 from sidestream.lm.goals.encoding import changed
 from sidestream.lm.goals.pinning import check_room, find_rotation, in_front
 from sidestream.lm.goals.reading import Goal
 from sidestream.lm.models.blocks import learned_positions, text_config
-from sidestream.lm.models.terms import InForce, checkpoints
+from sidestream.lm.models.terms import InForce, checkpoints, lift, put_in_force
 
 _MOVED = "a dynamic channel has moved with the text and cannot start over; start a new cache"
 
@@ -150,6 +150,20 @@ class Pins(nn.Module):
         if labels is not None:
             output.loss = self.lm.loss_function(output.logits, labels, vocab_size=text_config(self.lm).vocab_size)
         return output
+
+    def _behind_entries(self, state: LatentState, ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Any:
+        """What the wrapped model gives below its head, the goal's entries put before the text, not read again."""
+        check_room(self.lm, state.entries.shape[1], ids.shape[1])  # type: ignore[union-attr]
+        cache = self.new_cache(state)
+        terms = None if state.goal is None else self._advance(state, ids, mask)[0]
+        feed, _ = feed_for(self.lm, cache, ids, mask)
+        cache.running = put_in_force(terms)
+        try:
+            return self.lm.base_model(**{**kwargs, **feed, CACHE_NAME: cache, "use_cache": True})
+        finally:
+            lift(cache.running)
+            cache.running = None
+            cache.lift_goal()
 
     def _terms_in_front(self, state: LatentState, ids: Tensor, mask: Tensor | None, ahead: int) -> Tensor | None:
         """(B, ahead + T, L, 2, D) FiLM terms, none at the goal's own tokens."""
