@@ -7,6 +7,7 @@ was on a lost machine goes on, on another one, from its last checkpoint. Start t
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -112,7 +113,7 @@ def _connected(address: str) -> Any:
         import ray
 
         tables = {"env_vars": {name: os.environ[name] for name in ("SIDESTREAM_TABLES",) if name in os.environ}}
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=tables)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=tables)
     except (OSError, ValueError, OverflowError, RuntimeError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
