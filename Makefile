@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 
 OLDEST ?= 5.18.0
 
-.PHONY: setup demo test slow trl check oldest format choices readme clean
+.PHONY: setup demo test slow trl ray check oldest format choices readme clean
 
 setup: $(VENV)/.ready
 
@@ -36,6 +36,9 @@ slow: setup  ## the long tests
 
 trl: setup  ## TRL's SFTTrainer on an attached model
 	$(BIN)/python -m pytest -n 0 -m slow tests/test_trl.py
+
+ray: setup  ## jobs on a cluster of local nodes, one of them killed in the middle of a training
+	$(BIN)/python -m pytest -n 0 -m slow --timeout 600 tests/experiments/test_cluster.py
 
 # An older transformers laid over the same environment: all else that it needs is there, torch above all.
 oldest: setup $(VENV)/oldest-$(OLDEST)/.ready  ## the contract on the oldest supported transformers

@@ -1,83 +1,75 @@
 """Where a token's time goes: the parts of a Dynamic token, of a Static rollout and of the baselines beside them.
 
-    python benchmarks/token_parts.py [--cpu] [--repeats 15] [--out results/token_parts/cpu-seed0.json]
-
-Sizes are those of Tables 2 and 4, batch 1, fp32; Table 4 with rotary positions and a rolling window. Parts take turns;
-the value is the median in milliseconds. `sum of the parts` puts Table 4's together for a trigger every 3.5 tokens, `a
-token, as decoded` is what a scripted rollout really took: the two agree if nothing is left out. `bound` is what the
-bytes of the weights need at the bandwidth measured in the same rounds.
+SIDESTREAM_TABLES=benchmarks sidestream run token_parts --repeats 25
 """
 
-import argparse
-import json
-import os
-import shlex
+from __future__ import annotations
+
 import statistics
-import sys
-import time
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import torch
+
+from sidestream.experiments.results import Outcome
+from sidestream.experiments.run import Found
+from sidestream.experiments.settings import Scale
+from sidestream.experiments.table import Table
+from sidestream.lm.decoding.cache import Window
+from sidestream.lm.decoding.decode import LeanDecoder
+from sidestream.papers.lsar.speed import (
+    Clock,
+    Timed,
+    TimedWork,
+    bare,
+    conditioned,
+    decoding_seconds,
+    encoding_seconds,
+    interleaved,
+    table2,
+    table4,
+    texts,
+    timed,
+)
+
+LISTED = {
+    "token_parts": {
+        "title": "Where a token's time goes: the parts of a Dynamic token, of a Static rollout and of their baselines",
+        "smoke": "seconds",
+        "cpu": "two minutes",
+        "paper": "a minute on one GPU",
+    }
+}
 PERIOD = 3.5
 """Tokens from one trigger to the next: actions of 3 and 4 tokens take turns."""
+WHOLE = "a token, as decoded"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu time, on a machine that is busy")
-    parser.add_argument("--cpu", action="store_true", help="not on the GPU")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+class PartsWork(TimedWork[Timed]):
+    """A token's parts in Table 4 and in Table 2, batch 1, fp32."""
 
-    import torch
+    def pieces(self) -> dict[str, Callable[[], list[Outcome]]]:
+        """Table 4 with rotary positions and a rolling window; Table 2, where a goal is encoded once."""
+        return {"dynamic": torch.no_grad()(self.dynamic), "static": torch.no_grad()(self.static)}
 
-    from sidestream.experiments.provenance import provenance, write_whole
-    from sidestream.experiments.results import cell as cell_of
-    from sidestream.experiments.run import results_of
-    from sidestream.lm.decoding.cache import Window
-    from sidestream.lm.decoding.decode import LeanDecoder
-    from sidestream.papers.lsar import speed
+    def outcomes(self, table: str, seconds: dict[tuple[str, str], list[float]]) -> list[Outcome]:
+        """(arm, part) -> seconds, in milliseconds."""
+        found = seconds.items()
+        return [timed(f"{arm}: {part}", "ms", {"table": table}, [1e3 * s for s in each]) for (arm, part), each in found]
 
-    torch.set_num_threads(args.threads)
-    started = time.monotonic()
-    clock = speed.Clock(args.clock)
-
-    def timed(function):
-        start = clock()
-        function()
-        return clock() - start
-
-    def token(rollout, ids):
-        """One more token, forgotten again: every round finds the same ring."""
-        ring = rollout.ring
-        seen = ring.seen
-        rollout._static(ids)
-        ring.seen = seen
-
-    def reading(rollout, ids):
-        decoder, ring = rollout.decoder, rollout.read
-        seen = ring.seen
-        decoder.reader.run(ids, ring, depth=decoder.depth)
-        ring.seen = seen
-
-    cells = []
-    with torch.no_grad():
-        # Table 4: small vocabulary, an update at every comma.
-        plan = speed.table4("cpu")
-        torch.manual_seed(plan.seed)
-        model = speed.conditioned(plan, "fp32", dynamic=True, family="llama")
-        large = speed.bare(plan, plan.large_layers, "fp32", family="llama")
-        window = Window(size=32, policy="rolling")
-        text = speed.texts(plan, 1, plan.goal_tokens + 56)
+    def dynamic(self) -> list[Outcome]:
+        """Table 4: small vocabulary, an update at every comma."""
+        e, clock = self.settings, Clock(self.settings.clock)
+        plan = table4(e.scale)
+        torch.manual_seed(e.seed)
+        model = conditioned(plan, "fp32", dynamic=True, family="llama")
+        large = bare(plan, plan.large_layers, "fp32", family="llama")
+        new, window = (56, 32) if e.scale != "smoke" else (8, 8)
+        text = texts(plan, 1, plan.goal_tokens + new)
         goal = model.encode_goal(text[:, : plan.goal_tokens])
-        decoders = {name: LeanDecoder(lm, window=window) for name, lm in (("dynamic", model), ("large", large))}
+        rolling = Window(size=window, policy="rolling")
+        decoders = {name: LeanDecoder(lm, window=rolling) for name, lm in (("dynamic", model), ("large", large))}
         decoders["small"] = decoders["dynamic"]  # with its channel closed
         rollouts = {}
         for name, decoder in decoders.items():
@@ -86,67 +78,89 @@ def main() -> None:
             rollouts[name].force(text[:, :1])  # from here on the ring holds W tokens and no mask is needed
         own = rollouts["dynamic"]
         states = torch.randn(1, plan.width, device=text.device)
-        parts = {
-            ("large", "a token, 10 blocks"): partial(token, rollouts["large"], text[:, :1]),
-            ("small", "a token, 4 blocks"): partial(token, rollouts["small"], text[:, :1]),
-            ("dynamic", "D_base: a token, 4 blocks"): partial(token, own, text[:, :1]),
-            ("dynamic", "tracker and FiLM projection"): partial(own.tracked.move, states, None),
-            ("dynamic", "FiLM folded into the norms"): lambda: own.stack.fold(own._terms()),
+
+        def clocked(function: Callable[[], object], ring: Any = None) -> float:
+            """What a token leaves in the ring is forgotten again: every round finds the same."""
+            seen = ring.seen if ring else 0
+            start = clock()
+            function()
+            taken = clock() - start
+            if ring:
+                ring.seen = seen
+            return taken
+
+        def token(name: str) -> Callable[[], float]:
+            return partial(clocked, partial(rollouts[name]._static, text[:, :1]), rollouts[name].ring)
+
+        matrices = torch.rand(2**15, 1024, device=text.device)  # 134 MB: no cache holds it
+        functions: dict[tuple[str, str], Callable[[], float]] = {
+            ("large", f"a token, {plan.large_layers} blocks"): token("large"),
+            ("small", f"a token, {plan.layers} blocks"): token("small"),
+            ("dynamic", f"D_base: a token, {plan.layers} blocks"): token("dynamic"),
+            ("dynamic", "tracker and FiLM projection"): partial(clocked, lambda: own.tracked.move(states, None)),
+            ("dynamic", "FiLM folded into the norms"): partial(clocked, lambda: own.stack.fold(own._terms())),
         }
         for count in range(1, 6):
-            parts["dynamic", f"E_base: {count} tokens in one piece"] = partial(reading, own, text[:, :count])
-        functions: dict[Any, Any] = {key: partial(timed, function) for key, function in parts.items()}
-        whole = "a token, as decoded"
+            read = partial(own.decoder.reader.run, text[:, :count], own.read, depth=own.decoder.depth)
+            functions["dynamic", f"E_base: {count} tokens in one piece"] = partial(clocked, read, own.read)
         for name, decoder in decoders.items():
             state = goal if name == "dynamic" else None
-            functions[name, whole] = partial(speed._decoding, decoder, text, 56, state, clock, True)
-        matrices = torch.rand(2**15, 1024, device=text.device)  # 134 MB: no cache holds it
-        functions["bound", "read"] = partial(timed, matrices.sum)
-        seconds = speed.interleaved(functions, args.repeats)
+            functions[name, WHOLE] = partial(decoding_seconds, decoder, text, new, state, clock, True)
+        functions["bound", "read"] = partial(clocked, matrices.sum)
+        seconds = interleaved(functions, e.repeats)
         rate = matrices.nbytes / statistics.median(seconds.pop(("bound", "read")))
-
-        def add(table, arm, part, samples):
-            found = speed.timed(f"{arm}: {part}", "ms", {"table": table}, [1e3 * one for one in samples])
-            cells.append(cell_of(found, speed.TABLES[0]))
-
-        for (arm, part), samples in seconds.items():
-            add("4", arm, part, samples)
-        spent = {part: samples for (arm, part), samples in seconds.items() if arm == "dynamic"}
-        once = ("tracker and FiLM projection", "FiLM folded into the norms")
-        trigger = [sum(parts) for parts in zip(*(spent[part] for part in once), strict=True)]
-        read = [(a + b) / 2 for a, b in zip(*(spent[f"E_base: {n} tokens in one piece"] for n in (3, 4)), strict=True)]
-        every = zip(spent["D_base: a token, 4 blocks"], read, trigger, strict=True)
-        add("4", "dynamic", "sum of the parts", [d + (r + t) / PERIOD for d, r, t in every])
+        spent = {part: each for (arm, part), each in seconds.items() if arm == "dynamic"}
+        pieces = [spent[f"E_base: {count} tokens in one piece"] for count in (3, 4)]
+        once = [spent[part] for part in ("tracker and FiLM projection", "FiLM folded into the norms")]
+        rounds = zip(spent[f"D_base: a token, {plan.layers} blocks"], *pieces, *once, strict=True)
+        seconds["dynamic", "sum of the parts"] = [d + ((a + b) / 2 + (m + f)) / PERIOD for d, a, b, m, f in rounds]
         size = sum(p.numel() for p in model.lm.model.layers.parameters()) * 4
-        add("4", "bound", "weights of 4 blocks at the bandwidth measured", [size / rate])
+        seconds["bound", f"weights of {plan.layers} blocks at the bandwidth measured"] = [size / rate]
+        return self.outcomes("4", seconds)
 
-        # Table 2: GPT-2's vocabulary; a goal is encoded once.
-        plan = speed.table2("cpu")
-        torch.manual_seed(plan.seed)
-        model = speed.conditioned(plan, "fp32", dynamic=False)
-        large = speed.bare(plan, plan.large_layers, "fp32")
-        text = speed.texts(plan, 1, 128)
+    def static(self) -> list[Outcome]:
+        """Table 2: GPT-2's vocabulary; a goal is encoded once."""
+        e, clock = self.settings, Clock(self.settings.clock)
+        plan = table2(e.scale)
+        torch.manual_seed(e.seed)
+        model = conditioned(plan, "fp32", dynamic=False)
+        large = bare(plan, plan.large_layers, "fp32")
+        new, window = (24, 128) if e.scale != "smoke" else (4, 24)
+        text = texts(plan, 1, window)
         goals = text[:, : plan.goal_tokens]
         goal = model.encode_goal(goals)
-        decoders = {name: LeanDecoder(lm, window=128) for name, lm in (("static", model), ("large", large))}
+        decoders = {name: LeanDecoder(lm, window=window) for name, lm in (("static", model), ("large", large))}
         decoders["small"] = decoders["static"]
-        functions = {("static", "goal of 13 tokens encoded"): partial(speed._encoding, model, goals, clock)}
+        encoding = partial(encoding_seconds, model, goals, clock)
+        functions: dict[Any, Any] = {("static", f"goal of {plan.goal_tokens} tokens encoded"): encoding}
         for name, decoder in decoders.items():
             state = goal if name == "static" else None
-            functions[name, whole] = partial(speed._decoding, decoder, text, 24, state, clock, False)
-        seconds = speed.interleaved(functions, args.repeats)
-        for (arm, part), samples in seconds.items():
-            add("2", arm, part, samples)
+            functions[name, WHOLE] = partial(decoding_seconds, decoder, text, new, state, clock, False)
+        return self.outcomes("2", interleaved(functions, e.repeats))
 
-    origin = {**provenance(shlex.join(["python", *sys.argv])), "data_hash": "random weights and text of seed 0"}
-    results = results_of(
-        replace(plan, table="token_parts"), origin, started, notes=[(__doc__ or "").split("\n\n")[2]], cells=cells
+    def notes(self, found: Found) -> list[str]:
+        """How to read the parts."""
+        return [
+            "Sizes are those of Tables 2 and 4, batch 1, fp32; Table 4 with rotary positions and a rolling window. "
+            "Parts take turns; the value is the median in milliseconds. `sum of the parts` puts Table 4's together "
+            f"for a trigger every {PERIOD} tokens, `{WHOLE}` is what a scripted rollout really took: the two agree if "
+            "nothing is left out. `bound` is what the bytes of the weights need at the bandwidth measured in the same "
+            "rounds."
+        ]
+
+
+def token_parts(scale: Scale) -> Timed:
+    """A token's parts."""
+    return Timed(table="token_parts", scale=scale, repeats=2 if scale == "smoke" else 15)
+
+
+TABLES = [
+    Table(
+        name="token_parts",
+        heading="Where a token's time goes",
+        at=token_parts,
+        work=PartsWork,
+        unnamed="median",
+        alone=True,
     )
-    for one in cells:
-        print(f"Table {one['where']['table']}  {one['arm']:<50} {one['value']:8.2f} ms")
-    if args.out is not None:
-        write_whole(args.out, json.dumps(results, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+]

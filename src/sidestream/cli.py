@@ -109,19 +109,36 @@ def _run(words: list[str]) -> int:
     default = table.at(scale)
     parser = _parser(name, tables[name].title, default)
     settings = parser.parse_args(words[1:]).as_dict()
-    out, resume, jobs, seeds = (settings.pop(extra) for extra in ("out", "resume", "jobs", "seeds"))
+    out, resume, seeds = (settings.pop(extra) for extra in ("out", "resume", "seeds"))
+    engine = _engine(**{extra: settings.pop(extra) for extra in ("engine", "jobs", "address", "cpus", "gpus")})
     del settings["config"]
     for field, value in (("table", name), ("scale", scale)):
         if settings[field] != value:
             raise ValueError(f"{field} is {settings[field]!r} in the settings given, and {value!r} on the command line")
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs is {jobs}; it must be at least 1")
     experiment = from_json(type(default), settings)
     _warn_of_cost(table, experiment)
     gc.freeze()  # every stage's Trainer collects garbage; torch's own objects need not be looked at each time
     directory = Path(out or f"runs/{name}/{scale}-seed{'s' if seeds else experiment.seed}")
     command = "sidestream run " + shlex.join(word for word in words if word != "--resume")
-    return _execute(experiment, directory, seeds, jobs, command=command, resume=resume)
+    return _execute(experiment, directory, seeds, engine, command=command, resume=resume)
+
+
+def _engine(engine: str, jobs: int | None, address: str | None, cpus: int | None, gpus: float | None) -> Any:
+    """Where jobs run."""
+    if engine == "ray":
+        from sidestream.experiments.cluster import RayEngine
+
+        if jobs is not None:
+            raise ValueError("--jobs is for --engine local; on a cluster say what a job takes: --cpus, --gpus")
+        return RayEngine(address or "auto", cpus=1 if cpus is None else cpus, gpus=gpus)
+    from sidestream.experiments.engine import LocalEngine
+
+    for name, value in (("address", address), ("cpus", cpus), ("gpus", gpus)):
+        if value is not None:
+            raise ValueError(f"--{name} is for --engine ray; add that, or leave it out")
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs is {jobs}; it must be at least 1")
+    return LocalEngine(jobs)
 
 
 def _argument(name: str, field: str, words: list[str]) -> int:
@@ -136,23 +153,18 @@ def _argument(name: str, field: str, words: list[str]) -> int:
     return _run([name, f"--{field}", *words])
 
 
-def _execute(experiment: Any, out: Path, seeds: list[int] | None, jobs: int | None, **options: Any) -> int:
+def _execute(experiment: Any, out: Path, seeds: list[int] | None, engine: Any, **options: Any) -> int:
     from concurrent.futures.process import BrokenProcessPool
 
     from sidestream.experiments import run
-    from sidestream.experiments.engine import LocalEngine
     from sidestream.experiments.report import page
     from sidestream.training.loop import TrainingStopped
 
     try:
-        # What a table that is not on the kernel brings to run it.
-        whole = getattr(import_module(listed()[experiment.table].module), "RUN", {}).get(experiment.table)
-        if whole:
-            results = whole(experiment, out, jobs=jobs, **options)
-        elif seeds:
-            results = run.run_seeds(experiment, seeds, out, engine=LocalEngine(jobs), **options)
+        if seeds:
+            results = run.run_seeds(experiment, seeds, out, engine=engine, **options)
         else:
-            results = run.run(experiment, out, engine=LocalEngine(jobs), **options)
+            results = run.run(experiment, out, engine=engine, **options)
         written = page.write_report(out)
     except OSError as error:
         return _complain(
@@ -233,9 +245,18 @@ def _parser(name: str, title: str, experiment: Any) -> _Parser:
     parser.add_argument("--out", type=str | None, default=None, help="run directory; null: runs/TABLE/SCALE-seedK")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     parser.add_argument("--jobs", type=int | None, default=None, help="arms trained side by side; null: one a CPU core")
+    places = typing.Literal["local", "ray"]
+    parser.add_argument("--engine", type=places, default="local", help="processes here, or the machines of a cluster")
+    parser.add_argument(
+        "--address", type=str | None, default=None, help="HOST:PORT of the Ray cluster; null: this one's"
+    )
+    parser.add_argument("--cpus", type=int | None, default=None, help="cores of a job there; null: 1")
+    about = "GPUs of a job there, or a share of one; null: 1 where there are any"
+    parser.add_argument("--gpus", type=float | None, default=None, help=about)
     about = "several seeds, each a run of its own in DIR/seedK, and their means and intervals together"
     parser.add_argument("--seeds", type=int, nargs="+", default=None, help=about)
-    parser.types = {"out": str | None, "jobs": int | None, "seeds": int}
+    parser.types = {"out": str | None, "jobs": int | None, "seeds": int, "engine": places}
+    parser.types |= {"address": str | None, "cpus": int | None, "gpus": float | None}
     _add_fields(parser, experiment, "", "fields")
     return parser
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import sidestream.papers
 from sidestream import cli
 from sidestream.evaluation.stats import retrained, wilson
+from sidestream.experiments import engine
 from sidestream.experiments import run as kernel
 from sidestream.experiments import table as tables
-from sidestream.experiments.engine import LocalEngine, waves
+from sidestream.experiments.engine import LocalEngine, in_order
 from sidestream.experiments.report.tables import markdown_table
 from sidestream.experiments.results import load_results
 from sidestream.experiments.run import Job, Task, Work, run, run_seeds
@@ -183,9 +185,42 @@ def tasks_of(**needs: tuple[str, ...]) -> list[Task]:
 
 def test_jobs_wait_for_what_they_need():
     tasks = tasks_of(arm=("goal",), goal=("base",), other=(), base=(), last=("arm", "other"))
-    names = [[task.job.name for task in wave] for wave in waves(tasks)]
-    assert names == [["other", "base"], ["goal"], ["arm"], ["last"]]
-    assert len(waves(tasks_of(arm=("finished",)))) == 1
+    names = [task.job.name for task in in_order(tasks)]
+    assert set(names[:2]) == {"other", "base"} and names[2:] == ["goal", "arm", "last"]
+    assert len(in_order(tasks_of(arm=("finished",)))) == 1
+
+
+def waiting(folder: Path, name: str, needs: tuple[str, ...], until: str) -> Task:
+    """A task that ends when another one's file is there, and fails where it does not come."""
+    return Task(Waiting(Settings(table=until, scale="cpu"), folder), Job(name=name, work=lambda: None, needs=needs))
+
+
+class Waiting(Work):
+    """Stands in for a table's work in `do_at`, which finds it by `load`."""
+
+    def jobs(self):
+        return [Job(name=name, work=lambda name=name: self.wait(name)) for name in ("slow", "base", "arm")]
+
+    def wait(self, name):
+        deadline = time.monotonic() + 30
+        until = self.directory / self.settings.table
+        while self.settings.table and not until.exists():
+            assert time.monotonic() < deadline, f"{name} waited in vain for {until.name}"
+            time.sleep(0.01)
+
+
+def test_a_job_begins_as_soon_as_its_own_needs_are_done(tmp_path, monkeypatch):
+    """`slow` cannot end before `arm` does, which needs `base` alone: in groups of jobs, both would stand still."""
+    monkeypatch.setattr(engine, "_elsewhere", waits)
+    tasks = [waiting(tmp_path, "slow", (), "arm/outcomes.json"), waiting(tmp_path, "base", (), "")]
+    LocalEngine(2).run([*tasks, waiting(tmp_path, "arm", ("base",), "base/outcomes.json")])
+    assert all(task.finished() for task in tasks)
+
+
+def waits(parent, settings, directory, name):
+    """`_elsewhere`, for `Waiting`."""
+    work = Waiting(settings, directory)
+    Task(work, next(job for job in work.jobs() if job.name == name)).do()
 
 
 def test_processes_give_the_same_cells(tmp_path):

@@ -1,19 +1,23 @@
-"""Where jobs run: here, or in processes beside this one. Another engine is another class with `run`."""
+"""Where jobs run: here, or in processes beside this one; on other machines: `cluster.py`."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from sidestream.experiments.run import Task
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""Environment variables that say how many threads a process computes with."""
 
 
 class Engine(Protocol):
@@ -29,7 +33,8 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """joblib's processes on this machine, each with one thread: small models gain little from a second.
+    """Processes on this machine (loky's, as joblib has them), each with one thread: small models gain little from a
+    second.
 
     Args:
         jobs: tasks at a time; None for one a core on a CPU, and one in all on a GPU and at `smoke`, where a process's
@@ -41,58 +46,63 @@ class LocalEngine:
 
     def run(self, tasks: Sequence[Task], *, alone: bool = False) -> None:
         """As `Engine.run` says."""
-        jobs = 1 if alone else self._jobs(tasks)
-        for wave in waves(tasks):
-            if jobs == 1 or len(tasks) == 1:
-                for task in wave:
-                    task.do()
-            else:
-                _side_by_side(wave, jobs)
+        if alone or len(tasks) < 2 or self._jobs(tasks) == 1:
+            for task in in_order(tasks):
+                task.do()
+        else:
+            _side_by_side(tasks, min(self._jobs(tasks), len(tasks)))
 
     def _jobs(self, tasks: Sequence[Task]) -> int:
-        if self.jobs is not None or not tasks:
-            return self.jobs or 1
+        if self.jobs is not None:
+            return self.jobs
         import torch
 
         small = tasks[0].work.settings.scale == "smoke"
-        return 1 if small or torch.cuda.is_available() else min(os.cpu_count() or 1, len(tasks))
+        return 1 if small or torch.cuda.is_available() else os.cpu_count() or 1
 
 
-def waves(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks in groups, each needing only what the groups before it did; in a group the longest first."""
-    left, made = {task.key: task for task in tasks}, []
-    while left:
-        ready = [task for task in left.values() if not any(key in left for key in task.needs)]
-        assert ready, f"jobs need each other: {', '.join(left)}"
-        made.append(ready)
-        left = {key: task for key, task in left.items() if task not in ready}
-    return made
+def in_order(tasks: Sequence[Task]) -> list[Task]:
+    """Tasks, each after those that it needs."""
+    return list(graph_of(tasks).static_order())
 
 
-def _side_by_side(wave: Sequence[Task], jobs: int) -> None:
-    from joblib import Parallel, delayed, parallel_config
-    from joblib.externals.loky import get_reusable_executor
+def graph_of(tasks: Sequence[Task]) -> TopologicalSorter[Task]:
+    """The standard library's sorter, over the tasks that are there: what else one needs is finished."""
+    there = {task.key: task for task in tasks}
+    return TopologicalSorter({task: [there[key] for key in task.needs if key in there] for task in tasks})
 
-    # The longest first, so that no process is left with one at the end.
-    order = sorted(wave, key=lambda task: -task.job.weight)
-    count = max(2, min(jobs, len(order)))  # joblib would do a single one here, with this process's threads
+
+def _side_by_side(tasks: Sequence[Task], jobs: int) -> None:
+    """Each task begins as soon as what it needs is done and a process is free; the longest first, so that no process is
+    left with one at the end."""
+    from joblib.externals.loky import ProcessPoolExecutor
+
+    graph = graph_of(tasks)
+    graph.prepare()
+    ready: list[Task] = []
+    running: dict[Future[None], Task] = {}
+    executor = ProcessPoolExecutor(max_workers=jobs, env=dict.fromkeys(THREADS, "1"))
     try:
-        with _Progress(order), parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1):
-            Parallel(pre_dispatch="all")(delayed(_elsewhere)(os.getpid(), *task.address) for task in order)
+        with Progress(tasks):
+            while graph.is_active():
+                ready = sorted([*ready, *graph.get_ready()], key=lambda task: -task.job.weight)
+                while ready and len(running) < jobs:
+                    task = ready.pop(0)
+                    running[executor.submit(_elsewhere, os.getpid(), *task.address)] = task
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    future.result()
+                    graph.done(running.pop(future))
     finally:
-        get_reusable_executor().shutdown(wait=False, kill_workers=True)
+        executor.shutdown(wait=False, kill_workers=True)
 
 
 def _elsewhere(parent: int, settings: Any, directory: Path, name: str) -> None:
-    """In a process of joblib's: one job."""
+    """In a process of loky's: one job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its processes
     # A killed parent stops nobody. Left alone they would train on in a directory that a resumed run writes to.
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     from sidestream.experiments.run import do_at
-    from sidestream.experiments.table import load
 
-    load(settings.table)
-    gc.freeze()  # every stage's Trainer collects garbage; torch's own objects need not be looked at each time
     do_at(settings, directory, name)
 
 
@@ -102,7 +112,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-class _Progress:
+class Progress:
     """A bar a task, from the last step in its stages' metrics.jsonl."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:

@@ -14,6 +14,7 @@ done again, and finds the stages it had finished (`training.loop.train` with `re
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -156,7 +157,7 @@ class Found:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """A job of a run, as an engine gets it: to be done here, or by its address in another process or on another
     machine."""
@@ -196,6 +197,7 @@ class Task:
 def do_at(settings: Any, directory: Path, name: str) -> None:
     """Do one job of a run in this process, which holds nothing else of it."""
     work = load(settings.table).work(settings, directory, show=False)
+    gc.freeze()  # every stage's Trainer collects garbage; torch's own objects need not be looked at each time
     Task(work, next(job for job in work.jobs() if job.name == name)).do()
 
 

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,12 +20,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from joblib.externals.loky import ProcessPoolExecutor
 from torch import Tensor, nn
 
 from sidestream.channels import GoalConfig
 from sidestream.experiments.results import Outcome
 from sidestream.experiments.run import Found, Job, Measured, Work
-from sidestream.experiments.settings import Scale, Settings, from_json, to_json
+from sidestream.experiments.settings import Scale, Settings
 from sidestream.experiments.table import Look, Table
 from sidestream.lm.attach import AttachedLM, attach
 from sidestream.lm.decoding.cache import Window
@@ -57,12 +54,29 @@ NOTES = [
 """What every results file of speed says of its numbers."""
 
 Arm = TypeVar("Arm")
+T = TypeVar("T", bound="Timed")
 COMMA = 3
 """The trigger token of Table 4's scripted plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed(Settings):
+class Timed(Settings):
+    """How something is timed."""
+
+    repeats: int = 5
+    """Rounds, at least 5 for a number to quote."""
+    threads: int = 1
+    """CPU threads; more than the machine has free make every number worse."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """`wall`, or `cpu` time, which other work on the machine disturbs less: for rough looks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(repeats=1, threads=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed(Timed):
     """What is timed, at which sizes and for how long."""
 
     windows: tuple[int, ...]
@@ -74,16 +88,10 @@ class Speed(Settings):
     families: tuple[str, ...] = ("gpt2",)
     """`gpt2` (learned positions, as the paper's; past W each token encodes its window anew) or `llama` (rotary, the
     window rolls)."""
-    repeats: int = 5
-    """Rounds, at least 5 for a number to quote."""
     new_tokens: int | None = None
     """Tokens timed in a round; null for all that fill the window."""
     rollout_tokens: int | None = None
     """Tokens over which the encoding of a goal is spread; null for W."""
-    threads: int = 1
-    """CPU threads; more than the machine has free make every number worse."""
-    clock: Literal["wall", "cpu"] = "wall"
-    """`wall`, or `cpu` time, which other work on the machine disturbs less: for rough looks."""
     vocabulary: int = 50257
     """V."""
     width: int = 512
@@ -102,19 +110,19 @@ class Speed(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.distinct(windows=None, batches=None, dtypes=("fp32", "bf16"), families=("gpt2", "llama"))
-        self.at_least(repeats=1, threads=1, goal_tokens=1, layers=1, large_layers=1)
+        self.at_least(goal_tokens=1, layers=1, large_layers=1)
         if min(self.windows) < 2 or min(self.batches) < 1:
             raise ValueError("a window holds at least 2 tokens and a batch at least 1 row")
 
 
-_TINY: dict[str, Any] = dict(vocabulary=101, width=32, heads=2, layers=1, large_layers=3)
+TINY: dict[str, Any] = dict(vocabulary=101, width=32, heads=2, layers=1, large_layers=3)
 
 
 def table2(scale: Scale) -> Speed:
     """LS-AR Table 2: Static beside the 20-layer baseline and the 4-layer unconditioned decoder."""
     common: dict[str, Any] = dict(table="lsar.table2", scale=scale)
     if scale == "smoke":
-        return Speed(windows=(24, 32), batches=(1, 2), repeats=2, memory=False, **_TINY, **common)
+        return Speed(windows=(24, 32), batches=(1, 2), repeats=2, memory=False, **TINY, **common)
     dtypes = ("fp32", "bf16") if scale == "paper" else ("fp32",)
     # At 32 rows a token takes a second on a CPU: 16 of them, at the window's end.
     return Speed(windows=(128, 256, 500), dtypes=dtypes, new_tokens=32 if scale == "cpu" else None, **common)
@@ -125,7 +133,7 @@ def table4(scale: Scale) -> Speed:
     common: dict[str, Any] = dict(table="lsar.table4", scale=scale, goal_tokens=28, rollout_tokens=128)
     if scale == "smoke":
         small = dict(windows=(8, 16), batches=(1, 2), repeats=2, new_tokens=8, families=("gpt2", "llama"))
-        return Speed(memory=False, **small, **_TINY, **{**common, "goal_tokens": 12})
+        return Speed(memory=False, **small, **TINY, **{**common, "goal_tokens": 12})
     return Speed(
         windows=(8, 16, 32, 64),
         dtypes=("fp32", "bf16") if scale == "paper" else ("fp32",),
@@ -226,14 +234,15 @@ def texts(plan: Speed, rows: int, length: int) -> Tensor:
     return torch.tensor(out, device=device_of())
 
 
-def _encoding(model: AttachedLM, goals: Tensor, clock: Clock) -> float:
+def encoding_seconds(model: AttachedLM, goals: Tensor, clock: Clock) -> float:
+    """Seconds in which a goal is encoded."""
     start = clock()
     with torch.no_grad():
         model.encode_goal(goals)
     return clock() - start
 
 
-def _decoding(decoder: LeanDecoder, text: Tensor, new: int, goal: Any, clock: Clock, scripted: bool) -> float:
+def decoding_seconds(decoder: LeanDecoder, text: Tensor, new: int, goal: Any, clock: Clock, scripted: bool) -> float:
     """Seconds a token of the last `new` of a text: its own choices, or a script's."""
     rollout = decoder.start(len(text), capacity=text.shape[1], goal=goal)
     rollout.force(text[:, :-new])
@@ -284,10 +293,10 @@ def decoding(plan: Speed, *, dynamic: bool, batch: int, dtype: str, family: str 
         goals = text[:, : plan.goal_tokens]
         state = model.encode_goal(goals)
         functions = {
-            name: partial(_decoding, decoder, text, new, state if name == own else None, clock, dynamic)
+            name: partial(decoding_seconds, decoder, text, new, state if name == own else None, clock, dynamic)
             for name, decoder in decoders.items()
         }
-        seconds = interleaved({"encoding": partial(_encoding, model, goals, clock), **functions}, plan.repeats)
+        seconds = interleaved({"encoding": partial(encoding_seconds, model, goals, clock), **functions}, plan.repeats)
         spread = plan.rollout_tokens or size
         whole = [a + b / spread for a, b in zip(seconds[own], seconds.pop("encoding"), strict=True)]
         seconds[own] = whole
@@ -307,9 +316,12 @@ def memory(plan: Speed, *, dynamic: bool, batch: int, dtype: str, size: int) -> 
     of its own, which has let go of the encoder and of the loaded model by then."""
     own = "dynamic" if dynamic else "static"
     held: dict[str, list[float]] = {own: [], "small": [], "large": []}
+    # Freed weights are to go back to the system, not into malloc's pool.
+    environment = {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": str(plan.threads)}
     for _ in range(plan.repeats):
         for arm, samples in held.items():
-            samples.append(_in_a_process(plan, arm, batch, dtype, size))
+            with ProcessPoolExecutor(max_workers=1, env=environment) as process:
+                samples.append(process.submit(_peak, plan, arm, batch, dtype, size).result())
     where: dict[str, Any] = {"W": size, "batch": batch, "dtype": dtype}
     if dynamic:
         where["positions"] = "learned"
@@ -317,35 +329,20 @@ def memory(plan: Speed, *, dynamic: bool, batch: int, dtype: str, size: int) -> 
     return [ratio, *(timed(arm, "memory_mb", where, [one / 1e6 for one in taken]) for arm, taken in held.items())]
 
 
-def _in_a_process(plan: Speed, arm: str, batch: int, dtype: str, size: int) -> float:
-    code = "from sidestream.papers.lsar.speed import measure_memory; measure_memory()"
-    asked = json.dumps({"plan": to_json(plan), "arm": arm, "batch": batch, "dtype": dtype, "size": size})
-    # Freed weights are to go back to the system, not into malloc's pool.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": str(plan.threads)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=asked, capture_output=True, text=True, env=environment, check=False
-    )
-    if done.returncode:
-        raise ValueError(f"the process that measures memory failed: {done.stderr.strip().splitlines()[-1]}")
-    return float(done.stdout.split()[-1])
-
-
-def measure_memory() -> None:
-    """In the fresh process: read what to measure from stdin, print the bytes."""
-    asked = json.loads(sys.stdin.read())
-    plan, arm, batch, size = from_json(Speed, asked["plan"]), asked["arm"], asked["batch"], asked["size"]
+def _peak(plan: Speed, arm: str, batch: int, dtype: str, size: int) -> float:
+    """In the fresh process: bytes."""
     torch.set_num_threads(plan.threads)
     # Libraries take memory at first use, whatever the arm.
     tiny = replace(plan, vocabulary=64, width=32, heads=2, layers=1, large_layers=1)
-    _last_tokens(*_loaded(tiny, arm, batch, asked["dtype"], size))
+    _last_tokens(*_loaded(tiny, arm, batch, dtype, size))
     gc.collect()
     before = 0 if torch.cuda.is_available() else _rss("VmRSS")
-    decoder, goal, text = _loaded(plan, arm, batch, asked["dtype"], size)
+    decoder, goal, text = _loaded(plan, arm, batch, dtype, size)
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     _last_tokens(decoder, goal, text)
-    print(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _rss("VmHWM") - before)
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _rss("VmHWM") - before
 
 
 def _last_tokens(decoder: LeanDecoder, goal: Any, text: Tensor) -> None:
@@ -383,34 +380,44 @@ def _rss(name: str) -> int:
     raise ValueError("memory is measured by Linux's /proc; run this on Linux or a GPU, or leave it out with --memory")
 
 
-class SpeedWork(Work[Speed]):
-    """Every batch, type and family after the other: what runs side by side disturbs what is timed."""
+class TimedWork(Work[T]):
+    """One piece after the other: what runs side by side disturbs what is timed."""
+
+    def pieces(self) -> dict[str, Callable[[], list[Outcome]]]:
+        """Job -> what it measures."""
+        raise NotImplementedError
 
     def data_hash(self) -> str:
         """There is no data but this."""
         return f"random weights and text of seed {self.settings.seed}"
 
     def jobs(self) -> list[Job]:
-        """Decoding, and memory beside it."""
-        e, dynamic, made = self.settings, self.settings.table == "lsar.table4", []
-        for dtype, batch in ((dtype, batch) for dtype in e.dtypes for batch in e.batches):
-            common: dict[str, Any] = dict(dynamic=dynamic, batch=batch, dtype=dtype)
-            for family in e.families:
-                made.append(self._job(f"{dtype}-{batch}-{family}", partial(decoding, e, **common, family=family)))
-            for size in e.windows if e.memory else ():
-                made.append(self._job(f"{dtype}-{batch}-memory-{size}", partial(memory, e, **common, size=size)))
-        return made
+        """Every piece, with the threads asked for."""
 
-    def _job(self, name: str, measure: Callable[[], list[Outcome]]) -> Job:
-        def work() -> Measured:
+        def work(measure: Callable[[], list[Outcome]]) -> Measured:
             torch.set_num_threads(self.settings.threads)
             return Measured(outcomes=measure())
 
-        return Job(name=name, work=work)
+        return [Job(name=name, work=partial(work, measure)) for name, measure in self.pieces().items()]
 
     def notes(self, found: Found) -> list[str]:
         """What a ratio is."""
         return NOTES
+
+
+class SpeedWork(TimedWork[Speed]):
+    """Every batch, type and family after the other."""
+
+    def pieces(self) -> dict[str, Callable[[], list[Outcome]]]:
+        """Decoding, and memory beside it."""
+        e, found = self.settings, {}
+        for dtype, batch in ((dtype, batch) for dtype in e.dtypes for batch in e.batches):
+            common: dict[str, Any] = dict(dynamic=e.table == "lsar.table4", batch=batch, dtype=dtype)
+            for family in e.families:
+                found[f"{dtype}-{batch}-{family}"] = partial(decoding, e, **common, family=family)
+            for size in e.windows if e.memory else ():
+                found[f"{dtype}-{batch}-memory-{size}"] = partial(memory, e, **common, size=size)
+        return found
 
 
 def _table(name: str, heading: str, at: Any, own: Look, large: str) -> Table:
