@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from sidestream.experiments.settings import Tested
 from sidestream.lm.models.backbones import Backbone
@@ -58,18 +57,3 @@ def training_flops(e: Steered, tokens: int, *, faithful: tuple[str, ...] = ()) -
     total += flops(e.encoder, e.stage1, head=True) if conditioned else 0.0
     bare = sum(arm.startswith("baseline") for arm in e.arms)
     return total + bare * (flops(e.baseline, e.stage1, head=True) + flops(e.baseline, e.stage3, head=False))
-
-
-def table1(scale: Any) -> Any:
-    """Table 1's settings, which live in `recall.py`."""
-    from sidestream.papers.lsar import recall
-
-    return recall.table1(scale)
-
-
-def run_table1(settings: Any, directory: Any, *, jobs: int | None = None, **options: Any) -> dict[str, Any]:
-    """`experiments.run.run`, by an older name."""
-    from sidestream.experiments.engine import LocalEngine
-    from sidestream.experiments.run import run
-
-    return run(settings, directory, engine=LocalEngine(jobs), **options)
