@@ -1,6 +1,6 @@
 """Draw README's picture from a run of examples/pinned.py: docs/pinned-light.svg and docs/pinned-dark.svg.
 
-    python docs/picture.py
+python docs/picture.py
 """
 
 import io
@@ -62,7 +62,9 @@ def picture(gone: str, count: int, seen: str, answers: list[tuple[str, str]], c:
         out.append(words(528, y, "says", c["soft"]))
         right = held != "None" and answer.rstrip(".") in held
         out.append(words(572, y, answer, c["good"] if right else c["bad"], 'font-weight="600" font-size="16"'))
-    out.append(words(20, 388, "SmolLM2-135M-Instruct, frozen, untrained; examples/pinned.py", c["soft"], 'font-size="12"'))
+    out.append(
+        words(20, 388, "SmolLM2-135M-Instruct, frozen, untrained; examples/pinned.py", c["soft"], 'font-size="12"')
+    )
     return "\n".join([*out, "</svg>", ""])
 
 

