@@ -64,9 +64,8 @@ format: setup
 choices:  ## where a paper is silent or we deviate, and why
 	@grep -rn "CHOICE(" src --include=*.py -A 3 | sed 's|^src/sidestream/||'
 
-readme: setup  ## rewrite the tables of README and docs from the committed results files
-	$(BIN)/sidestream readme README.md results
-	$(BIN)/sidestream readme docs/measurements.md results
+readme: setup  ## rewrite the tables of docs from the committed results files
+	for page in docs/measurements.md docs/results/*.md; do $(BIN)/sidestream readme $$page results || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

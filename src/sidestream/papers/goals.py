@@ -404,11 +404,11 @@ RUNS_METRICS = {
     "relative": RELATIVE,
 }
 _EARLIER = {
-    "closed": Look("no goal"),
-    "sinks": Look("first 4 tokens kept (attention sinks)"),
-    "in_text": Look("goal's text put back every W tokens"),
+    "closed": Look("no goal", GREY),
+    "sinks": Look("first 4 tokens kept (attention sinks)", ORANGE),
+    "in_text": Look("goal's text put back every W tokens", WINE),
     "swapped": Look("another record's goal in the channel"),
-    "channel": Look("goal in the channel"),
+    "channel": Look("goal in the channel", RED),
     "vector": Look("nearest vector"),
     "words": Look("shared words (TF-IDF)"),
 }
@@ -437,7 +437,7 @@ TABLES = [
         _earlier(
             name=f"goals.{kind}",
             heading=f"goals.{kind}",
-            arms={**_EARLIER, "in_text": Look("goal's text in the window")},
+            arms={**_EARLIER, "in_text": Look("goal's text in the window", SKY)},
         )
         for kind in ("webshop", "tau", "webshop_vector", "tau_vector")
     ),
