@@ -1,5 +1,3 @@
-
-
 def test_earlier_addresses_lead_to_what_moved():
     import importlib
 
